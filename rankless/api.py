@@ -25,15 +25,13 @@ from rankless.deferred_models.building import DeferredBuild
 from rankless.errors import ConfigError
 from rankless.jobs.argument_annotations import PerDevice, Whole
 from rankless.jobs.definition import Models, Optimizers, RandomSource, StepOptions
-from rankless.jobs.division_before_load import divide_states_of_jobs
-from rankless.jobs.job import Job, make_job
+from rankless.jobs.job import Job, divide_states_of_jobs, make_job
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
-from rankless.parallel.module_placements import place
-from rankless.parallel.plan import Plan, PlanSource
+from rankless.parallel.plan import Plan, PlanSource, place
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
 from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave

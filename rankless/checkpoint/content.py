@@ -1,8 +1,15 @@
-"""The content of a checkpoint: the state of all objects, extra data, and the random number generators of all ranks."""
+"""The content of a checkpoint: the state of all objects, extra data, and the random number generators of all ranks.
 
+Note [rows of a save]: each worker asks its objects for their state, and in the layout "whole" the first one writes
+what it has of it. Rows may be far away, on servers, which would send all of them to each worker. So objects leave them
+out where another worker saves them.
+"""
+
+import contextlib
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +19,34 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from rankless.checkpoint.incremental.row_files import KeyedRows, find_keyed_rows
 from rankless.checkpoint.manifest import Node
+from rankless.checkpoint.row_files import KeyedRows, find_keyed_rows
 from rankless.checkpoint.state_tree import DetachedWithoutGather, TreeWriter
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import Partition, find_partition, list_partitions
+
+_ARE_LEFT_OUT: ContextVar[bool] = ContextVar("are_left_out", default=False)
+
+
+@contextlib.contextmanager
+def leave_out_rows(*, applies: bool) -> Iterator[None]:
+    """Within the context, `state_dict()` may leave out rows by ids: another worker saves them.
+
+    Args:
+        applies: Whether it does so.
+    """
+    token = _ARE_LEFT_OUT.set(applies)
+    try:
+        yield
+    finally:
+        _ARE_LEFT_OUT.reset(token)
+
+
+def are_rows_left_out() -> bool:
+    """Return whether another worker saves rows by ids."""
+    return _ARE_LEFT_OUT.get()
+
 
 EXTRA = "extra"
 RANDOM = "random"

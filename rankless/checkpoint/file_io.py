@@ -4,9 +4,10 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
+import safetensors
 
 from rankless.checkpoint.manifest import (
     FORMAT,
@@ -101,6 +102,14 @@ def check_file(file: Path, entry: TensorFile) -> None:
             if compute_checksum(stream) != entry.sha256:
                 raise damaged_file_error(file, "another checksum")
     except OSError as error:
+        raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
+
+
+def open_tensors(file: Path) -> Any:
+    """Return an open file of safetensors, as a context that closes it. Raises `CheckpointError` for a damaged one."""
+    try:
+        return safetensors.safe_open(file, framework="pt")
+    except (OSError, safetensors.SafetensorError) as error:
         raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,14 +15,12 @@ from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import restore_random_state, select_rank_state
 from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import find_checkpoint
-from rankless.checkpoint.manifest import Manifest, Node, SparseReference, TensorReference
-from rankless.checkpoint.manifest import Mapping as MappingNode
-from rankless.checkpoint.manifest import Sequence as SequenceNode
+from rankless.checkpoint.manifest import Manifest, Node, TensorReference, iterate_nodes
 from rankless.checkpoint.state_tree import DetachedWithoutGather, decode
 from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
-from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.ownership.state_owner import StateOwner
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh
 
@@ -169,7 +167,7 @@ def load(
     the number of ranks, and how states are divided, may differ from that of the save. Raises `CheckpointError` on every
     rank. It restores nothing unless all files are intact and all states fit. `owner` holds the states of jobs.
     """
-    owner = owner or WholeOwner()
+    owner = owner or StateOwner()
     fix = "give every rank the same files, in a shared folder or a copy on each host"
     with contextlib.ExitStack() as files:
         with Agreement(mesh=mesh, doing=f"read {os.fspath(path)}", fix=fix) as agreement:
@@ -180,7 +178,8 @@ def load(
             held = _select_saved(objects, manifest, strict=strict)
             generators = select_rank_state(manifest.random, mesh.rank)
             nodes = [*(manifest.objects[name] for name in held), manifest.extra, *([generators] if random else [])]
-            references = [reference for node in nodes for reference in _list_references(node)]
+            found = [each for node in nodes for each in iterate_nodes(node)]
+            references = [each for each in found if isinstance(each, TensorReference)]
             tensors = files.enter_context(StoredTensors(folder, manifest, references))
             tensors.open()
             differences = _compare_all(held, manifest, tensors, strict=strict)
@@ -239,21 +238,6 @@ def _select_saved(objects: Mapping[str, Any], manifest: Manifest, *, strict: boo
                 fix="load it under its name in the save, or with strict=False to leave it as it is",
             )
     return {name: subject for name, subject in objects.items() if name in manifest.objects}
-
-
-def _list_references(node: Node) -> Iterator[TensorReference]:
-    match node:
-        case TensorReference():
-            yield node
-        case SparseReference():
-            yield from (node.indices, node.values)
-        case SequenceNode():
-            for item in node.items:
-                yield from _list_references(item)
-        case MappingNode():
-            for _, item in node.items:
-                yield from _list_references(item)
-            yield from _list_references(node.metadata)
 
 
 def _compare(name: str, subject: Any, state: Any) -> Differences:

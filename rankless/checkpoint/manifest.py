@@ -19,6 +19,7 @@ layers of rows and no sparse tensors.
 
 import hashlib
 import re
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -98,6 +99,20 @@ Node = (
     | Mapping
 )
 """One value of an object's state."""
+
+
+def iterate_nodes(node: Node) -> Iterator[Node]:
+    """Yield a node, and all nodes within it."""
+    yield node
+    within: list[Node] = []
+    if isinstance(node, Sequence):
+        within = node.items
+    elif isinstance(node, Mapping):
+        within = [*(item for _, item in node.items), node.metadata]
+    elif isinstance(node, SparseReference):
+        within = [node.indices, node.values]
+    for item in within:
+        yield from iterate_nodes(item)
 
 
 class RowRange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

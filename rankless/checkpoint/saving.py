@@ -24,19 +24,18 @@ import torch
 from torch import Tensor
 
 from rankless.checkpoint.collective_errors import Agreement
-from rankless.checkpoint.content import Content, gather_content, pack_random_state, unpack_random_state
+from rankless.checkpoint.content import Content, gather_content, leave_out_rows, pack_random_state, unpack_random_state
 from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
-from rankless.checkpoint.incremental.omitted_rows import leave_out_rows
-from rankless.checkpoint.incremental.row_files import KeyedRows, write_rows
 from rankless.checkpoint.manifest import Manifest, Node, RowRange, SeriesPosition, TensorPiece
 from rankless.checkpoint.retention import CheckpointSeries
+from rankless.checkpoint.row_files import KeyedRows, write_rows
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import Partition, find_partition, list_partitions
-from rankless.ownership.piece_layout import select_ranges
-from rankless.ownership.state_owner import Replica, StateOwner, WholeOwner
+from rankless.ownership.shard_layout import select_ranges
+from rankless.ownership.state_owner import Replica, StateOwner
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 from rankless.version import VERSION as RANKLESS_VERSION
@@ -136,7 +135,7 @@ def split_piece(name: str, partitions: Sequence[Partition]) -> Iterator[tuple[Te
     for partition in partitions:
         dim = partition.layout.placement.dim
         ranges[dim] = select_ranges(ranges.get(dim, [(0, shape[dim])]), partition.own_ranges)
-    local = partitions[0].get_current_piece()
+    local = partitions[0].get_current_shard()
     dims = sorted(ranges)
     for chosen in product(*(ranges[dim] for dim in dims)):
         part = local
@@ -244,7 +243,7 @@ class Saver:
 
     def __init__(self, *, mesh: Mesh, owner: StateOwner | None = None) -> None:
         self.mesh = mesh
-        self.owner = owner or WholeOwner()
+        self.owner = owner or StateOwner()
         self._background_snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []

@@ -11,9 +11,9 @@ import safetensors
 import torch
 from torch import Tensor
 
-from rankless.checkpoint.file_io import check_file, damaged_file_error
-from rankless.checkpoint.incremental.row_files import RowsColumn, StoredRows
+from rankless.checkpoint.file_io import check_file, damaged_file_error, open_tensors
 from rankless.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorFile, TensorPiece, TensorReference
+from rankless.checkpoint.row_files import RowsColumn, StoredRows
 from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES, STORED_AS, describe_stored, restore_dtype
 from rankless.ownership.stored_value import StoredValue
 from rankless.ownership.unread_tensor import UnreadTensor, settle
@@ -214,10 +214,7 @@ class StoredTensors:
 
     def _open_file(self, entry: TensorFile) -> Any:
         file = self._folder / entry.name
-        try:
-            opened = self._opened.enter_context(safetensors.safe_open(file, framework="pt"))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise damaged_file_error(file, f"{type(error).__name__}: {error}") from error
+        opened = self._opened.enter_context(open_tensors(file))
         if sorted(opened.keys()) != sorted(entry.tensors):
             raise damaged_file_error(file, "other tensors than the manifest lists")
         return opened

@@ -74,13 +74,11 @@ def broadcast(
         require_usable(checked, tensor)
         source = checked.resolve_rank(src, group_src, "src")
         call = Call(operation="broadcast", settings=f"{describe_tensor(tensor)}, from rank {source}")
-    issue = partial(_issue_broadcast, tensor, source, checked)
-    return checked.run(call, issue, async_op)
-
-
-def _issue_broadcast(tensor: Tensor, source: int, checked: CheckedGroup, async_op: bool) -> PendingWork | None:
-    work: PendingWork | None = dist.broadcast(tensor, group=checked.torch, async_op=async_op, group_src=source)
-    return work
+    return checked.run(
+        call,
+        lambda async_op: dist.broadcast(tensor, group=checked.torch, async_op=async_op, group_src=source),
+        async_op,
+    )
 
 
 def all_gather(

@@ -273,12 +273,12 @@ def _issue(kind: str, tensor: Tensor, checked: CheckedGroup, channel: Channel, a
 
 
 def _channel_to(checked: CheckedGroup, tensor: Tensor, dst: int | None, group_dst: int | None, tag: int) -> Channel:
-    peer = _require_other_rank(checked, checked.resolve_rank(dst, group_dst, "dst", default=None))
+    peer = _resolve_other_rank(checked, dst, group_dst, "dst")
     return _check_tensor(checked, tensor, (checked.rank, peer, tag))
 
 
 def _channel_from(checked: CheckedGroup, tensor: Tensor, src: int | None, group_src: int | None, tag: int) -> Channel:
-    peer = _require_other_rank(checked, checked.resolve_rank(src, group_src, "src", default=None))
+    peer = _resolve_other_rank(checked, src, group_src, "src")
     return _check_tensor(checked, tensor, (peer, checked.rank, tag))
 
 
@@ -289,7 +289,8 @@ def _check_tensor(checked: CheckedGroup, tensor: Tensor, channel: Channel) -> Ch
     return channel
 
 
-def _require_other_rank(checked: CheckedGroup, peer: int) -> int:
+def _resolve_other_rank(checked: CheckedGroup, rank: int | None, group_rank: int | None, role: str) -> int:
+    peer = checked.resolve_rank(rank, group_rank, role, default=None)
     if peer == checked.rank:
         raise ConfigError(
             expected="another rank to send to, or to receive from",

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from rankless.config.extensions import Extension, find_extension, import_declared, list_extensions
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.upcoming_batches import UpcomingBatches
+from rankless.errors import ConfigError
 from rankless.ownership.extension_modules import list_participants
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
@@ -83,7 +84,7 @@ class JointParticipant:
         return None
 
     def make_owner(self) -> StateOwner | None:
-        """Return the owner of the states of jobs, if the participant has one."""
+        """Return the owner of the states of jobs, if the participant has one. A model alone cannot name such a one."""
         return None
 
     def find_stages(self, job: Any, program: Any, names: Mapping[str, str], known: Mapping[str, int]) -> Any:  # noqa: ARG002
@@ -218,11 +219,23 @@ class JointEvents:
         return JobEvents(each for each in joined if each is not None)
 
     def _make_participants(self, job: Any) -> None:
-        """Make the participants that the models of a job name, unless they are there."""
+        """Make the participants that the models of a job name, unless they are there.
+
+        Raises:
+            ConfigError: One of them has an owner. The first use of `World.owner` has decided who owns states.
+        """
         for name in list_participants(job.modules.values()):
             if name not in self._participants:
                 make = import_declared(name, "rankless_participant", name, name="make_joint_participant")
-                self._participants[name] = make(self, self._config, self._workers)
+                made: JointParticipant = make(self, self._config, self._workers)
+                if made.make_owner() is not None:
+                    raise ConfigError(
+                        expected="a participant that owns states to take part from the start of the run",
+                        found=f"{name}, which only a model names",
+                        fix="name it as joint_participant in extension.toml, and give the run an option or a role of "
+                        "the extension",
+                    )
+                self._participants[name] = made
 
     def make_view(self, job: Any, world: Any) -> Any:
         """Return the view that runs a job, if a participant has one; else None."""

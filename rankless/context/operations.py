@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from rankless.collectives.backends.memory.store_exchange import StoreExchange
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
+from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.generator_states import save_generators
 from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error

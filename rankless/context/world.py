@@ -25,7 +25,7 @@ from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
 from rankless.ownership.divided_owner import DividedOwner
-from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
 from rankless.records.parallel_plan import ParallelPlan
@@ -285,7 +285,7 @@ class World:
         own = self.joint.make_owner()
         if own is not None:
             return own
-        owner: StateOwner = WholeOwner()
+        owner = StateOwner()
         for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
             # Only along `data` do workers read each other's parameters.
             is_data = axis.role == "data"

@@ -98,7 +98,7 @@ class RequestSampler(Sampler[Any]):
     def iterate_whole(self) -> Iterator[BatchRequest]:
         """Yield the pending requests again and then the rest of the pass, all of them for whole batches."""
         self._decision.is_split = False
-        again = [_make_whole(request) for request in self.pending]
+        again = [make_whole(request) for request in self.pending]
         self.pending.clear()
         yield from self._record(iter(again))
         yield from self._record(self._rest)
@@ -177,19 +177,12 @@ def _derive_seeds(seed: int | None, indices: list[Any]) -> list[int] | None:
     return None if seed is None else [derive_sample_seed(seed, index) for index in indices]
 
 
-def make_whole_again(request: BatchRequest) -> BatchRequest:
-    """Return the request for all samples of a batch that was divided."""
-    assert request.whole is not None
-    indices, seeds = request.whole.indices, request.whole.sample_seeds
-    return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None, whole=None, common=None)
-
-
-def _make_whole(request: BatchRequest) -> BatchRequest:
-    """Return the request for all samples of the batch, without another probe."""
-    division = request.division
-    if division is None:
+def make_whole(request: BatchRequest) -> BatchRequest:
+    """Return the request for all samples of its batch, without another probe."""
+    known = request.whole or request.division
+    if known is None:
         return request
-    indices, seeds = division.indices, division.sample_seeds
+    indices, seeds = known.indices, known.sample_seeds
     return replace(request, indices=indices, sample_seeds=seeds, is_split=False, division=None, common=None)
 
 

@@ -37,8 +37,15 @@ from torch.utils.data import (
 
 from rankless.context.world import World
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
-from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole_again
+from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole
 from rankless.data.batch_tree import compute_digest
+from rankless.data.batches_from_cpu_workers import (
+    RequestReader,
+    is_heterogeneous,
+    request_ahead,
+    share_batches,
+)
+from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
 from rankless.data.generators import (
@@ -51,6 +58,7 @@ from rankless.data.generators import (
     set_process_states,
 )
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
+from rankless.data.reader_tensor import find_kinds_axis
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import (
     BatchRead,
@@ -64,14 +72,6 @@ from rankless.data.sample_reader import (
     has_plain_columns,
     report_read_failure,
 )
-from rankless.data.shared_reading.batches_from_cpu_workers import (
-    RequestReader,
-    is_heterogeneous,
-    request_ahead,
-    share_batches,
-)
-from rankless.data.shared_reading.batches_from_first_rank import distribute_from_first_rank, sync_generators
-from rankless.data.shared_reading.reader_tensor import find_kinds_axis
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 
@@ -445,7 +445,7 @@ class BatchSource:
         """
         if self._whole is None or self._whole[0] is not request:
             before = get_process_states()
-            read = self._collation(self._make_sample_reader()[make_whole_again(request)])
+            read = self._collation(self._make_sample_reader()[make_whole(request)])
             set_process_states(before)
             if isinstance(read, ReadFailure):
                 raise read.as_error()

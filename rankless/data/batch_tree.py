@@ -143,8 +143,12 @@ def compute_digest(samples: Any) -> bytes:
 def _compute_checksum(tensor: Tensor) -> int:
     if tensor.device.type != "cpu" or tensor.numel() == 0:
         return 0
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return _compute_bytes_checksum(plain.reshape(-1).view(torch.uint8).numpy())
+    return _compute_bytes_checksum(view_bytes(tensor).numpy())
+
+
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as flat bytes."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _compute_bytes_checksum(array: Any) -> int:

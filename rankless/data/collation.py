@@ -86,7 +86,7 @@ class Collation:
             return BatchRead(data=function(samples), request=read.request)
         self._sizes.note(samples)
         self._batches += 1
-        if self._stream_is_split is None or self._sizes.is_probe_due or _is_power_of_two(self._batches):
+        if self._stream_is_split is None or self._sizes.is_probe_due or self._batches.bit_count() == 1:
             batch = self._probe_batch(read, division, function)
             self._stream_is_split = batch.probe is not None and not batch.probe.reason
             return batch
@@ -131,7 +131,8 @@ class Collation:
         """Return this rank's rows from the user's function, or a failure if the function mixes rows."""
         samples, rows = read.samples, len(read.samples)
         self._batches += 1
-        is_probed = self._batches <= _PROBED_BATCHES or _is_power_of_two(self._batches)
+        # Later at powers of two, ever more rarely: a probe collates twice.
+        is_probed = self._batches <= _PROBED_BATCHES or self._batches.bit_count() == 1
         probe = _reverse(samples) if is_probed else None
         before = get_process_states()
         data = function(samples)
@@ -167,10 +168,6 @@ def _reverse(samples: Any) -> list[Any] | None:
     """Return copies of the samples in reverse order, with the first one twice; None if they cannot be copied."""
     copies, first = copy_samples(samples), copy_samples(samples[:1])
     return None if copies is None or first is None else [*reversed(copies), *first]
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def refuse_random(reason: str) -> DataError:

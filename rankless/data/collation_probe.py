@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.typed_values import encode_value
-from rankless.data.batch_tree import PerSampleValues, iterate_leaves, mark_per_sample_lists
+from rankless.data.batch_tree import PerSampleValues, iterate_leaves, mark_per_sample_lists, view_bytes
 from rankless.data.generators import (
     Generator,
     find_changed_generators,
@@ -261,9 +261,4 @@ def _is_equal(one: Any, other: Any) -> bool:
 def _is_bitwise_equal(one: Tensor, other: Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    return one.numel() == 0 or _get_bytes(one).equal(_get_bytes(other))
-
-
-def _get_bytes(tensor: Tensor) -> Tensor:
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    return one.numel() == 0 or view_bytes(one).equal(view_bytes(other))

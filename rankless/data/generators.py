@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 
+from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.errors import DataError
 
 _MASK = (1 << 64) - 1
@@ -72,6 +73,19 @@ def set_process_states(states: ProcessStates) -> None:
     torch.default_generator.set_state(torch_state)
     numpy.random.set_state(numpy_state)
     random.setstate(python_state)
+
+
+def encode_changed_states(before: ProcessStates) -> list[bytes] | None:
+    """Return the states of the process's generators for another process; None if nothing was drawn since `before`."""
+    now = get_process_states()
+    return [encode_value(to_plain(state)) for state in now] if find_changed_generators(before, now) else None
+
+
+def take_encoded_states(states: list[bytes] | None) -> None:
+    """Set the process's generators to what `encode_changed_states` has returned in another process."""
+    if states is not None:
+        torch_state, numpy_state, python_state = (from_plain(decode_value(state)) for state in states)
+        set_process_states((torch_state, numpy_state, python_state))
 
 
 def find_changed_generators(one: ProcessStates, other: ProcessStates) -> frozenset[str]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from rankless.collectives import DistributedSampler
-from rankless.data.batch_tree import PerSampleValues, count_rows, iterate_leaves, mark_per_sample_lists
+from rankless.data.batch_tree import PerSampleValues, count_rows, iterate_leaves, mark_per_sample_lists, view_bytes
 from rankless.data.generators import find_generators, preserve_generators
 from rankless.data.loader import Loader
 from rankless.data.sample_order import SampleOrder
@@ -191,8 +191,7 @@ def _digest_rows(batch: Any) -> list[bytes]:
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    return view_bytes(tensor.cpu()).numpy().tobytes() if tensor.numel() else b""
 
 
 def _warn_if_slow(batches: Iterator[Any], notify: Callable[[str], None]) -> Iterator[Any]:

@@ -14,8 +14,8 @@ from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.data.shared_reading.reader_tensor import ReaderTensor
-from rankless.errors import CaptureError, ConfigError
+from rankless.data.reader_tensor import ReaderTensor
+from rankless.errors import CaptureError, ConfigError, DataError
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.batch_division import BatchDivision, divides_batches
 from rankless.parallel.mesh import Mesh
@@ -104,7 +104,7 @@ def find_refused_argument(
 ) -> CaptureError | None:
     """Return the error for the first tensor that no program can have as an argument; None if there is none.
 
-    A sparse tensor has no pieces. A gradient would flow out of a job that trains, and be lost.
+    A sparse tensor has no shards. A gradient would flow out of a job that trains, and be lost.
     """
     for position, tensor in enumerate(arguments.tensors):
         if tensor.layout != torch.strided:
@@ -206,8 +206,8 @@ def get_sharding(argument: Tensor, batch_dim: int | None, mesh: Mesh) -> Shardin
     return tuple([Shard(dim, next(lengths)) if divides_batches(axis) else Replicate() for axis in mesh.axes])
 
 
-def get_local_piece(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
-    """Return this rank's piece of an argument."""
+def get_local_shard(argument: Tensor, sharding: Sharding, mesh: Mesh) -> Tensor:
+    """Return this rank's shard of an argument."""
     is_divided = isinstance(argument, LogicalTensor)
     if isinstance(argument, LogicalTensor):
         argument = argument.local
@@ -262,3 +262,64 @@ class PositionDims:
                     where=self._job.line,
                 )
         return tuple(marks.get(owner, dim) for owner, dim in zip(owners, found, strict=True))
+
+
+class BatchDims:
+    """The `batch_dims=` of one job: argument name to dim, None for no batch. All others have the batch in dim 0."""
+
+    def __init__(self, function: Callable[..., Any], marks: Mapping[str, int | None]) -> None:
+        self._parameters = dict(inspect.signature(function).parameters)
+        self._function = function
+        self._name = getattr(function, "__name__", "job")
+        self._marks = dict(marks)
+        self._leaves: dict[tuple[pytree.TreeSpec, tuple[bool, ...]], tuple[int | None, ...]] = {}
+        for name, dim in self._marks.items():
+            self._require_known(name)
+            if dim is not None and (isinstance(dim, bool) or not isinstance(dim, int) or dim < 0):
+                raise ConfigError(
+                    expected=f"batch_dims= of job {self._name!r} with dims counted from 0, or None for no batch",
+                    found=f"{name!r}: {dim!r}",
+                    fix="pass the number of the dim that holds the samples",
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy of the job has: the marks, without what the calls of this process have found."""
+        return {**self.__dict__, "_leaves": {}}
+
+    def apply(self, arguments: FlattenedArguments) -> FlattenedArguments:
+        """Return the call with the batch dim of every tensor.
+
+        Raises `DataError` if a loader split the batch on another dim.
+        """
+        is_tensor = tuple([leaf is TENSOR for leaf in arguments.plain])
+        key = arguments.spec, is_tensor
+        if key not in self._leaves:
+            names = find_leaf_names(self._function, arguments)
+            self._leaves[key] = tuple(
+                self._marks.get(name, 0) for name, there in zip(names, is_tensor, strict=True) if there
+            )
+        dims = self._leaves[key]
+        for tensor, dim in zip(arguments.tensors, dims, strict=True):
+            if (
+                isinstance(tensor, LogicalTensor)
+                and isinstance(tensor.placement, Shard)
+                and tensor.placement.dim != dim
+            ):
+                raise DataError(
+                    expected=f"batches of a loader in job {self._name!r} in dim {tensor.placement.dim}, where it "
+                    "collates the samples",
+                    found=f"batch_dims= with {dim} for a tensor of shape {list(tensor.shape)}",
+                    fix="omit the argument from batch_dims, or collate samples in dim 0 and transpose in the job",
+                )
+        return replace(arguments, batch_dims=dims)
+
+    def _require_known(self, name: str) -> None:
+        open_ended = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._parameters.values())
+        if name in self._parameters or open_ended:
+            return
+        known = ", ".join(self._parameters) or "none"
+        raise ConfigError(
+            expected=f"batch_dims= to name arguments of job {self._name!r}: {known}",
+            found=repr(name),
+            fix="use a name of the function's signature",
+        )

@@ -12,14 +12,12 @@ from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.context.generator_states import GeneratorStates, restore_generators, save_generators
 from rankless.context.world import World
-from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
-from rankless.jobs.arguments import FlattenedArguments, get_shapes, get_shardings
+from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, get_shapes, get_shardings
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.jobs.programs.bound_program import BoundProgram
 from rankless.jobs.programs.program_cache import ProgramCache, run_program
-from rankless.parallel.tensor_placement import Shard
 
 
 class LossWeightReader:
@@ -164,27 +162,22 @@ class LossWeightReader:
 
 def find_row_dims(arguments: FlattenedArguments, job: JobDefinition) -> tuple[int, dict[int, int]]:
     """Return the number of rows of a call, and which dim of which tensor argument holds them."""
-    lengths = {
-        index: tensor.placement.dim
-        if isinstance(tensor, LogicalTensor) and isinstance(tensor.placement, Shard)
-        else dim
-        for index, (tensor, dim) in enumerate(zip(arguments.tensors, arguments.batch_dims, strict=True))
-        if dim is not None and tensor.dim() > dim
-    }
-    if not lengths:
+    found = {index: find_batch_dim(arguments, index) for index in range(len(arguments.tensors))}
+    dims = {index: dim for index, dim in found.items() if dim is not None}
+    if not dims:
         raise CaptureError(
             expected=f"a batch among the arguments of job {job.name!r}, to weight calls by its rows",
             found="no tensor with a dim",
             fix="pass the batch as an argument, or omit accumulate=",
             where=job.line,
         )
-    first = next(iter(lengths))
-    rows = arguments.tensors[first].shape[lengths[first]]
-    return rows, {index: dim for index, dim in lengths.items() if arguments.tensors[index].shape[dim] == rows}
+    first = next(iter(dims))
+    rows = arguments.tensors[first].shape[dims[first]]
+    return rows, {index: dim for index, dim in dims.items() if arguments.tensors[index].shape[dim] == rows}
 
 
 def scale_rows(shape: ArgumentShape, dim: int, factor: int) -> ArgumentShape:
-    """Return the shape with `times` as many rows."""
+    """Return the shape with `factor` times as many rows."""
     sizes = list(shape.shape)
     sizes[dim] *= factor
     return replace(shape, shape=tuple(sizes))

@@ -83,17 +83,17 @@ class GradientAccumulator:
                 table.restore_gradients(rows)
 
     def move(self, before: Tensor, after: Tensor, divide: Callable[[Tensor], Tensor]) -> None:
-        """Let another tensor hold a gradient that is accumulated, because workers now have pieces of it.
+        """Let another tensor hold a gradient that is accumulated, because workers now have shards of it.
 
         Args:
             before: What has held it.
             after: What holds it from now on.
-            divide: Returns a copy of this worker's piece of a gradient.
+            divide: Returns a copy of this worker's shard of a gradient.
         """
         gradient = self._gradients.pop(id(before), None)
         if gradient is not None:
-            piece = self._gradients[id(after)] = divide(gradient)
-            self._versions[id(after)] = piece._version
+            shard = self._gradients[id(after)] = divide(gradient)
+            self._versions[id(after)] = shard._version
             self._versions.pop(id(before), None)
 
     def _add(self, parameter: Tensor, old: float, new: float) -> None:

@@ -4,12 +4,13 @@ On one device a job runs as the plain script would. On a mesh it is captured, pl
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, Self, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from rankless.compiler.capture.global_modes import disable_autocast
 from rankless.context.missing_optimizer import MissingOptimizerCheck
@@ -17,8 +18,7 @@ from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, TableError
 from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
-from rankless.jobs.arguments import FlattenedArguments, flatten_arguments
-from rankless.jobs.batch_dims_option import BatchDims
+from rankless.jobs.arguments import BatchDims, FlattenedArguments, flatten_arguments
 from rankless.jobs.call_seed import make_evaluation
 from rankless.jobs.definition import (
     CallResult,
@@ -38,13 +38,16 @@ from rankless.jobs.definition import (
     require_weighted_calls,
 )
 from rankless.jobs.dtype_override import cast_arguments, require_floating
-from rankless.jobs.optimizer_step import OptimizerStepper, count_group_parameters, require_fitting_optimizers
+from rankless.jobs.optimizer_step import (
+    OptimizerStepper,
+    OtherGradients,
+    count_group_parameters,
+    require_fitting_optimizers,
+)
 from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
-from rankless.jobs.views.operation import WorldView
-from rankless.jobs.views.other_gradients import OtherGradients
-from rankless.jobs.views.view_start import divides_states
-from rankless.ownership.state_owner import StateOwner, WholeOwner
+from rankless.jobs.views.view_choice import WorldView, divides_states
+from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.plan import PlanSource
 from rankless.records.parallel_plan import JobPlan, Recompute
 from rankless.user_code import caller_line, display_name, is_user_code
@@ -140,7 +143,7 @@ class Job(Generic[Parameters, Result]):
             >>> job.owner.version
             0
         """
-        return self._world().owner if self.was_called else WholeOwner()
+        return self._world().owner if self.was_called else StateOwner()
 
     def divide_states(self) -> None:
         """Divide the job's states between workers now, if its first call would. Collective.
@@ -409,3 +412,27 @@ def resolve_view(view: str | None, placeholders: Mapping[str, Placeholder], line
     if view == "whole":
         return "whole"
     return "mirrored" if view == "mirrored" or is_list else "consistent"
+
+
+def find_jobs(objects: Iterable[Any]) -> Iterator[Job[Any, Any]]:
+    """Yield the jobs of all optimizers among some objects.
+
+    Example:
+        >>> import torch
+        >>> import rankless
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> train = rankless.job(model=model, optimizer=optimizer)(lambda inputs: model(inputs).mean())
+        >>> list(find_jobs([model, optimizer])) == [train]
+        True
+    """
+    for item in objects:
+        for hook in item._optimizer_step_pre_hooks.values() if isinstance(item, Optimizer) else ():
+            if isinstance(hook, StepHook) and isinstance(hook.job, Job):
+                yield hook.job
+
+
+def divide_states_of_jobs(objects: Iterable[Any]) -> None:
+    """Divide the states of the jobs of all optimizers among some objects, before these load a state. Collective."""
+    for job in find_jobs(objects):
+        job.divide_states()

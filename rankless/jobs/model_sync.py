@@ -91,7 +91,7 @@ def find_differing_tensors(
 ) -> dict[str, list[int]]:
     """Return the tensors that differ from those of the first rank that must hold the same, with the ranks. Collective.
 
-    The owner says which ranks must: all for a whole tensor, and nobody else for a piece if one axis divides all ranks.
+    The owner says which ranks must: all for a whole tensor, and nobody else for a shard if one axis divides all ranks.
     """
     names, own_digests, first_ranks = [], [], {}
     for name, tensor in tensors:

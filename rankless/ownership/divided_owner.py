@@ -1,9 +1,17 @@
-"""The owner that divides states between the workers along an axis: each holds, and steps on, its pieces.
+"""The owner that divides states between the workers along an axis: each holds, and steps on, its shards.
 
-This is ZeRO (Rajbhandari et al., SC 2020). What is divided is in the job's plan: the state of optimizers, also
-gradients, or also parameters.
+Note [ZeRO]: this is ZeRO (Rajbhandari et al., SC 2020). What is divided is in the job's plan: the state of optimizers
+(stage 1), also gradients (2), or also parameters (3). Let p[r] be the shard of a parameter that worker r has, s[r] the
+optimizer's state for it, and g_k the gradient of the rows of worker k. A step is
 
-Note [owners within owners]: an owner divides states along one axis. It gives its pieces, and what it does not divide,
+    g[r] = sum over k of g_k[r]                 a reduce-scatter, or in stage 1 a part of an all-reduce
+    p[r], s[r] = optimizer(p[r], g[r], s[r])
+    p = p[0], p[1], …                           an all-gather: after the step, or in stage 3 before each use
+
+The optimizer computes each element from the elements at the same place, so the workers together make the step of one
+device. `compiler.scheduling` puts the collectives into programs; this file has what lies between them.
+
+Note [owners within owners]: an owner divides states along one axis. It gives its shards, and what it does not divide,
 to the owner within it, as that worker's states. That one may divide them along another axis, or take them as they are.
 """
 
@@ -16,11 +24,9 @@ from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.errors import ConfigError
-from rankless.ownership.divided_parameter import DividedParameter, make_divided_parameter
-from rankless.ownership.gather_after_step import gather_after_step
+from rankless.ownership.divided_parameter import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
-from rankless.ownership.optimizer_pieces import find_state_layout, list_parameters, on_pieces
-from rankless.ownership.owned_state import share_state
+from rankless.ownership.optimizer_shards import find_state_layout, list_parameters, on_shards, share_state
 from rankless.ownership.partitioned_tensor import (
     Partition,
     RunTogether,
@@ -30,9 +36,9 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
     run_directly,
 )
-from rankless.ownership.piece_layout import PieceLayout, fit_placement, gather_pieces
-from rankless.ownership.shards_in_shared_memory import SharedPieces, SharedValue
-from rankless.ownership.state_owner import Replica, StateOwner, WholeOwner, get_elements
+from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_shards
+from rankless.ownership.shards_in_shared_memory import SharedMemoryShards, SharedValue
+from rankless.ownership.state_owner import Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
@@ -40,14 +46,14 @@ from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
 
 
-class DividedOwner:
-    """Holds pieces of the states that plans divide along an axis; see Note [owners within owners].
+class DividedOwner(StateOwner):
+    """Holds shards of the states that plans divide along an axis; see Note [owners within owners].
 
     Args:
         axis: The workers that divide states.
         require_all: Called with what is about to be gathered for the script. Raises if not all workers take part.
         shares_values: Whether workers of one host may hold divided values in one memory.
-        within: Holds the pieces, and what this owner does not divide. Default: every worker holds all of it.
+        within: Holds the shards, and what this owner does not divide. Default: every worker holds all of it.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
     """
 
@@ -61,17 +67,17 @@ class DividedOwner:
         run: RunTogether = run_directly,
     ) -> None:
         self._axis = axis
-        self._within = WholeOwner() if within is None else within
+        self._within = StateOwner() if within is None else within
         self._run = run
         self._values = WholeValues(axis, require_all, run)
-        self._shared = SharedPieces(axis)
+        self._shared = SharedMemoryShards(axis)
         self._shares_values = shares_values
         self._own_version = 0
         self._divided: dict[int, DividedParameter] = {}
         self._optimizers: list[Optimizer] = []
         """Those that step divided parameters."""
         self._holders: dict[int, DividedParameter] = {}
-        """The parameter of each holder with a piece of a gradient, by the id of the holder."""
+        """The parameter of each holder with a shard of a gradient, by the id of the holder."""
         self._holders_version = 0
 
     @property
@@ -98,13 +104,13 @@ class DividedOwner:
             line: The job's line, for errors.
             complete: Called with the name of a parameter that is about to be divided, and the parameter, which has a
                 value afterwards. Each is then freed before the next. Default: all have values.
-            copies: The workers with copies of parameters that one worker has, by name; see Note [copies of pieces].
+            copies: The workers with copies of parameters that one worker has, by name; see Note [copies of shards].
 
         Raises:
             ConfigError: Another job divides a parameter in another way.
         """
         own = {name: select_divisions(state, self._axis) for name, state in plan.states.items()}
-        new: dict[str, tuple[nn.Parameter, PieceLayout]] = {}
+        new: dict[str, tuple[nn.Parameter, ShardLayout]] = {}
         for name, state in own.items():
             parameter = tensors[name]
             if not state.optimizer_state or not isinstance(parameter, nn.Parameter):
@@ -112,7 +118,7 @@ class DividedOwner:
             placement = read_placement(state.optimizer_state[0], parameter)
             known = self._divided.get(id(parameter))
             if known is None:
-                new[name] = parameter, PieceLayout.of(parameter, placement, (copies or {}).get(name, ()))
+                new[name] = parameter, ShardLayout.of(parameter, placement, (copies or {}).get(name, ()))
             else:
                 require_same_division(known, placement, state, line)
         shared = {}
@@ -127,14 +133,14 @@ class DividedOwner:
         self.begin_call()
         if isinstance(self._within, DividedOwner):
             left = JobPlan(states={name: omit_divisions(state, self._axis) for name, state in plan.states.items()})
-            pieces = {name: self._get_own_holder(tensors[name]) for name in plan.states}
-            self._within.divide(left, pieces, line=line, complete=complete and only_for(complete, tensors, pieces))
+            shards = {name: self._get_own_holder(tensors[name]) for name in plan.states}
+            self._within.divide(left, shards, line=line, complete=complete and only_for(complete, tensors, shards))
 
     def _divide_one(
-        self, name: str, parameter: nn.Parameter, layout: PieceLayout, plan: StatePlan, shared: SharedValue | None
+        self, name: str, parameter: nn.Parameter, layout: ShardLayout, plan: StatePlan, shared: SharedValue | None
     ) -> None:
         """Divide a parameter that is not divided yet."""
-        actual = PieceLayout.of(parameter, layout.placement, layout.copies)
+        actual = ShardLayout.of(parameter, layout.placement, layout.copies)
         if actual != layout:  # a deferred parameter lies otherwise in memory than its recording says
             layout, shared = actual, None
         divided = make_divided_parameter(parameter, layout, self._values, name=name, state=plan, shared=shared)
@@ -159,7 +165,7 @@ class DividedOwner:
             self._axis.rank,
             list(self._divided.values()),
             self._optimizers,
-            are_pieces_newer=self._values.are_pieces_newer,
+            are_shards_newer=self._values.are_shards_newer,
         )
         make_whole = divided.collect(mesh, with_gradients=with_gradients)
 
@@ -174,7 +180,7 @@ class DividedOwner:
     def _get_own_value(self, tensor: Tensor) -> Tensor:
         """Return what the owner within has of a value."""
         known = self._divided.get(id(tensor))
-        return known.piece if known is not None and known.divides_value else tensor
+        return known.shard if known is not None and known.divides_value else tensor
 
     def _get_own_holder(self, tensor: Tensor) -> Tensor:
         """Return the tensor whose gradient the owner within has."""
@@ -198,7 +204,7 @@ class DividedOwner:
         return self._within.get_holders(list(map(self._get_own_holder, parameters)))
 
     def take_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Give the holder of each parameter its gradient, on the host if its piece is there."""
+        """Give the holder of each parameter its gradient, on the host if its shard is there."""
         known = [self._divided.get(id(item)) for item in parameters]
         moved = [
             place
@@ -216,7 +222,7 @@ class DividedOwner:
         return self._within.get_value(self._get_own_value(tensor))
 
     def get_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return what a program takes of parameters and buffers: the whole value in shared memory, or the piece."""
+        """Return what a program takes of parameters and buffers: the whole value in shared memory, or the shard."""
         found = [self._divided.get(id(item)) for item in tensors]
         if any(known is not None and known.shared is not None for known in found):
             self._shared.begin_read()
@@ -247,8 +253,8 @@ class DividedOwner:
             return
         if known.shared is not None:
             self._shared.begin_write()
-        self._values.are_pieces_newer = True
-        self._within.set_value(known.piece, known.layout.get_piece(whole, self._axis.rank))
+        self._values.are_shards_newer = True
+        self._within.set_value(known.shard, known.layout.get_shard(whole, self._axis.rank))
 
     def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
         """Return how the value of a parameter or buffer is divided, by axis; nothing for a whole one."""
@@ -262,7 +268,7 @@ class DividedOwner:
         return () if known is None else known.layout.copies
 
     def find_replica(self, tensor: Tensor) -> Replica:
-        """Return this worker's piece of a divided tensor, or a whole one."""
+        """Return this worker's shard of a divided tensor, or a whole one."""
         return Replica(get_local(tensor), tuple(partition.group for partition in list_partitions(tensor)))
 
     def find_gradient_placements(self, parameter: Tensor) -> dict[str, Shard | BlockedShard]:
@@ -274,42 +280,42 @@ class DividedOwner:
     def gather_gradient(self, parameter: Tensor) -> Tensor | None:
         """Return the whole gradient of a parameter; None if it has none."""
         known = self._divided.get(id(parameter))
-        piece = self._within.gather_gradient(self._get_own_holder(parameter))
-        if piece is None or known is None or not known.divides_gradient:
-            return piece
-        return gather_pieces(known.layout, copy_to_device(piece, parameter.device), among=self._axis)
+        shard = self._within.gather_gradient(self._get_own_holder(parameter))
+        if shard is None or known is None or not known.divides_gradient:
+            return shard
+        return gather_shards(known.layout, copy_to_device(shard, parameter.device), among=self._axis)
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""
         known = self._divided.get(id(parameter))
         if known is None or not known.divides_gradient:
             return self._within.divide_gradient(parameter, whole)
-        return known.place(self._within.divide_gradient(known.piece, known.layout.get_piece(whole, self._axis.rank)))
+        return known.place(self._within.divide_gradient(known.shard, known.layout.get_shard(whole, self._axis.rank)))
 
     def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
-        """Return an entry of a parameter's optimizer state: divided like the parameter, with this worker's piece."""
+        """Return an entry of a parameter's optimizer state: divided like the parameter, with this worker's shard."""
         known = self._divided.get(id(parameter))
         layout = None if known is None else find_state_layout(tuple(stored.shape), known)
         if known is None or layout is None:
             return self._within.take_state(parameter, key, stored)
         own = stored.partition.select(layout.placement.dim, layout.list_ranges(self._axis.rank))
-        piece = self._within.take_state(known.piece, key, UnreadTensor(own))
-        if isinstance(piece, UnreadTensor):
-            shape, strides = layout.piece_shape(self._axis.rank), layout.piece_strides(self._axis.rank)
-            piece = torch.empty_strided(shape, strides, dtype=stored.dtype, device=known.piece.device).copy_(own.read())
+        shard = self._within.take_state(known.shard, key, UnreadTensor(own))
+        if isinstance(shard, UnreadTensor):
+            shape, strides = layout.shard_shape(self._axis.rank), layout.shard_strides(self._axis.rank)
+            shard = torch.empty_strided(shape, strides, dtype=stored.dtype, device=known.shard.device).copy_(own.read())
         name = f"{key} of {known.name}"
-        return make_partitioned_tensor(Partition(layout, piece, name, self._values, device=known.parameter.device))
+        return make_partitioned_tensor(Partition(layout, shard, name, self._values, device=known.parameter.device))
 
     def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
-        """Return the axes whose workers have pieces of the gradient of which a holder has one."""
+        """Return the axes whose workers have shards of the gradient of which a holder has one."""
         own = (self._axis,) if id(holder) in self._get_holders() else ()
         return (*own, *self._within.find_axes(holder))
 
     def _get_holders(self) -> dict[int, DividedParameter]:
-        """Return the parameter of each holder of a piece, by the id of the holder."""
+        """Return the parameter of each holder of a shard, by the id of the holder."""
         if self._holders_version != self.version:
             known = [item for item in self._divided.values() if item.divides_gradient]
-            holders = self._within.get_holders([item.piece for item in known])
+            holders = self._within.get_holders([item.shard for item in known])
             self._holders = {id(holder): item for holder, item in zip(holders, known, strict=True)}
             self._holders_version = self.version
         return self._holders
@@ -321,18 +327,18 @@ class DividedOwner:
         """
         found = [(self._get_counted(item), self.find_axes(item)) for item in holders if item.grad is not None]
         whole = [gradient for gradient, axes in found if not axes]
-        pieces = [(gradient, axes) for gradient, axes in found if axes]
+        shards = [(gradient, axes) for gradient, axes in found if axes]
         norms = list(torch._foreach_norm(whole, 2.0)) if whole else []
-        if pieces:
-            is_double = any(item.dtype in (torch.float64, torch.complex128) for item, _ in pieces)
+        if shards:
+            is_double = any(item.dtype in (torch.float64, torch.complex128) for item, _ in shards)
             accumulated = torch.float64 if is_double else torch.float32
-            real = [torch.view_as_real(item) if item.is_complex() else item for item, _ in pieces]
+            real = [torch.view_as_real(item) if item.is_complex() else item for item, _ in shards]
             squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in real])
             summed = copy_to_device(squares, self._find_device(holders))
-            for axis in dict.fromkeys(axis for _, axes in pieces for axis in axes):
-                places = [place for place, (_, axes) in enumerate(pieces) if axis in axes]
+            for axis in dict.fromkeys(axis for _, axes in shards for axis in axes):
+                places = [place for place, (_, axes) in enumerate(shards) if axis in axes]
                 summed[places] = all_reduce(summed[places], among=axis)
-            norms += [norm.to(item.abs().dtype) for norm, (item, _) in zip(summed.sqrt(), pieces, strict=True)]
+            norms += [norm.to(item.abs().dtype) for norm, (item, _) in zip(summed.sqrt(), shards, strict=True)]
         if not norms:
             return torch.tensor(0.0, device="cpu")
         total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
@@ -361,19 +367,19 @@ class DividedOwner:
         return next((number for number, is_bad in enumerate(flags.tolist()) if is_bad), None)
 
     def _find_device(self, holders: Sequence[Tensor]) -> torch.device:
-        """Return a device on which workers can sum what belongs to holders. Their pieces may lie on the host."""
+        """Return a device on which workers can sum what belongs to holders. Their shards may lie on the host."""
         known = self._get_holders()
         return next((known[id(item)].parameter.device for item in holders if id(item) in known), holders[0].device)
 
     def step(self, optimizer: Optimizer) -> None:
-        """Let an optimizer step on this worker's pieces; then all workers get the parameters that they hold whole."""
+        """Let an optimizer step on this worker's shards; then all workers get the parameters that they hold whole."""
         known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         if any(item.shared is not None for item in known):
             self._shared.begin_write()
-        with on_pieces(optimizer, self._divided, self._values):
+        with on_shards(optimizer, self._divided, self._values):
             self._within.step(optimizer)
         if known:
-            self._values.are_pieces_newer = True
+            self._values.are_shards_newer = True
         if any(item.is_owned for item in known):
             self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
         gather_after_step([item for item in known if not item.divides_value], self._axis)
@@ -402,12 +408,12 @@ def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -
 
 
 def only_for(
-    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], pieces: Mapping[str, Tensor]
+    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]
 ) -> Callable[[str, Tensor], None]:
-    """Return a function that completes a tensor unless it is a piece, which has a value."""
+    """Return a function that completes a tensor unless it is a shard, which has a value."""
 
     def complete_whole(name: str, tensor: Tensor) -> None:
-        if tensors[name] is pieces[name]:
+        if tensors[name] is shards[name]:
             complete(name, tensor)
 
     return complete_whole

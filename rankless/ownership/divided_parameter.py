@@ -1,37 +1,43 @@
-"""A parameter of which each worker has a piece for its optimizer."""
+"""A parameter of which each worker has a shard for its optimizer.
 
+If every worker holds the value whole, the workers gather the shards after each has stepped on its own.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.errors import ConfigError
-from rankless.ownership.host_memory import copy_to_host
+from rankless.ownership.host_memory import copy_to_device, copy_to_host
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
 from rankless.ownership.shards_in_shared_memory import SharedValue
+from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.parallel_plan import StatePlan
 
 
 @dataclass(frozen=True, kw_only=True)
 class DividedParameter:
-    """A parameter of which this worker has a piece for the optimizer.
+    """A parameter of which this worker has a shard for the optimizer.
 
     Attributes:
         parameter: What the script has.
-        piece: What the optimizer steps on.
+        shard: What the optimizer steps on.
         layout: How the parameter is divided.
         name: What errors call it.
-        divides_value: Whether the worker holds only its piece of the value.
-        divides_gradient: Whether it holds only its piece of the gradient.
-        is_offloaded: Whether the piece lies in the memory of the host; see Note [offloaded pieces].
-        shared: Where its value lies, if workers hold the pieces of it in one memory.
+        divides_value: Whether the worker holds only its shard of the value.
+        divides_gradient: Whether it holds only its shard of the gradient.
+        is_offloaded: Whether the shard lies in the memory of the host; see Note [offloaded shards].
+        shared: Where its value lies, if workers hold the shards of it in one memory.
     """
 
     parameter: nn.Parameter
-    piece: nn.Parameter
-    layout: PieceLayout
+    shard: nn.Parameter
+    layout: ShardLayout
     name: str
     divides_value: bool
     divides_gradient: bool
@@ -41,23 +47,23 @@ class DividedParameter:
     @property
     def holder(self) -> nn.Parameter:
         """The tensor that has this worker's gradient."""
-        return self.piece if self.divides_gradient else self.parameter
+        return self.shard if self.divides_gradient else self.parameter
 
     def begin_step(self, rank: int) -> None:
-        """Give the piece the value and the gradient that this worker's optimizer needs."""
+        """Give the shard the value and the gradient that this worker's optimizer needs."""
         if not self.divides_value:
             if self.shares_memory:
-                self.piece.data = self.layout.get_piece(self.parameter.data, rank)
+                self.shard.data = self.layout.get_shard(self.parameter.data, rank)
             else:
-                self.piece.data.copy_(self.layout.get_piece(self.parameter.data, rank))
+                self.shard.data.copy_(self.layout.get_shard(self.parameter.data, rank))
         gradient = self.parameter.grad
         if not self.divides_gradient:
-            self.piece.grad = None if gradient is None else self._take_piece(gradient, rank)
+            self.shard.grad = None if gradient is None else self._take_shard(gradient, rank)
 
     def end_step(self) -> None:
-        """Forget the piece of a gradient that the worker has whole."""
+        """Forget the shard of a gradient that the worker has whole."""
         if not self.divides_gradient:
-            self.piece.grad = None
+            self.shard.grad = None
 
     @property
     def is_owned(self) -> bool:
@@ -68,7 +74,7 @@ class DividedParameter:
         """Return whether a worker has rows of it."""
         return rank in self.layout.holders
 
-    def own(self, shape: tuple[int, ...], order: tuple[int, ...]) -> PieceLayout:
+    def own(self, shape: tuple[int, ...], order: tuple[int, ...]) -> ShardLayout:
         """Return the layout of a tensor that belongs to the worker that owns the parameter.
 
         Args:
@@ -76,38 +82,38 @@ class DividedParameter:
             order: Its dims from the slowest to the fastest in memory.
         """
         lengths = tuple(shape[0] if length else 0 for length in self.layout.placement.lengths)
-        return PieceLayout(shape, order, Shard(0, lengths), self.layout.copies)
+        return ShardLayout(shape, order, Shard(0, lengths), self.layout.copies)
 
     @property
     def has_ranges(self) -> bool:
-        """Whether the parameter's memory is whole, with the piece of each worker as one range of it."""
+        """Whether the parameter's memory is whole, with the shard of each worker as one range of it."""
         is_as_planned = self.parameter.stride() == self.layout.strides
-        return not self.divides_value and is_as_planned and self.layout.is_contiguous_piece()
+        return not self.divides_value and is_as_planned and self.layout.is_contiguous_shard()
 
     @property
     def shares_memory(self) -> bool:
-        """Whether the piece is a part of the parameter's memory."""
-        return self.has_ranges and self.piece.device == self.parameter.device
+        """Whether the shard is a part of the parameter's memory."""
+        return self.has_ranges and self.shard.device == self.parameter.device
 
     def place(self, value: Tensor) -> Tensor:
-        """Return what belongs to the piece where the piece lies: on the device, or on the host."""
+        """Return what belongs to the shard where the shard lies: on the device, or on the host."""
         return copy_to_host([value])[0] if self.is_offloaded else value
 
-    def _take_piece(self, gradient: Tensor, rank: int) -> Tensor:
+    def _take_shard(self, gradient: Tensor, rank: int) -> Tensor:
         if gradient.layout is not torch.strided:
             raise ConfigError(
                 expected=f"a dense gradient of {self.name}, which is divided between workers",
                 found=f"a gradient with the layout {gradient.layout}",
                 fix="use sparse=False, or no zero=",
             )
-        if self.layout.is_contiguous_piece() and gradient.stride() == self.layout.strides:
-            return self.place(self.layout.get_piece(gradient, rank))
-        return self.place(self.layout.copy_piece(gradient, rank))
+        if self.layout.is_contiguous_shard() and gradient.stride() == self.layout.strides:
+            return self.place(self.layout.get_shard(gradient, rank))
+        return self.place(self.layout.copy_shard(gradient, rank))
 
 
 def make_divided_parameter(
     parameter: nn.Parameter,
-    layout: PieceLayout,
+    layout: ShardLayout,
     values: WholeValues,
     *,
     name: str,
@@ -121,24 +127,89 @@ def make_divided_parameter(
         layout: How it is divided.
         values: Gathers whole values for the script.
         name: What errors call it.
-        state: Which of its value and gradient each worker keeps only its piece of, and where.
-        shared: Where the pieces of the value go, if they lie in one memory. Workers must be writing.
+        state: Which of its value and gradient each worker keeps only its shard of, and where.
+        shared: Where the shards of the value go, if they lie in one memory. Workers must be writing.
     """
     whole, rank = parameter.detach(), values.group.rank
-    own = layout.copy_piece(whole, rank) if shared is None else shared.piece.copy_(layout.get_piece(whole, rank))
+    own = layout.copy_shard(whole, rank) if shared is None else shared.shard.copy_(layout.get_shard(whole, rank))
     placed = copy_to_host([own])[0] if state.offloaded else own
-    piece = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    shard = nn.Parameter(placed, requires_grad=parameter.requires_grad)
     if state.value:
-        partition = Partition(layout, piece, name, values, device=whole.device)
+        partition = Partition(layout, shard, name, values, device=whole.device)
         divide_parameter(parameter, partition)
         values.keep(partition, whole)
     return DividedParameter(
         parameter=parameter,
-        piece=piece,
+        shard=shard,
         layout=layout,
         name=name,
         divides_value=bool(state.value),
         divides_gradient=bool(state.gradient),
         is_offloaded=state.offloaded,
         shared=shared,
+    )
+
+
+GATHER_BYTES = 25 * 2**20
+"""The size of whole parameters that are gathered together after a step."""
+
+
+def gather_after_step(stepped: Sequence[DividedParameter], group: WorkerGroup) -> None:
+    """Gather the shards of parameters into the parameters of all workers.
+
+    Args:
+        stepped: The parameters.
+        group: The workers that have the shards.
+    """
+    pending = None
+    for members in group_by_kind(stepped):
+        gather = ParameterGather(members, group)
+        gather.start()
+        if pending is not None:
+            pending.finish()
+        pending = gather
+    if pending is not None:
+        pending.finish()
+
+
+class ParameterGather:
+    """Gathers the shards of some parameters into the parameters, which every worker holds whole."""
+
+    def __init__(self, members: Sequence[DividedParameter], group: WorkerGroup) -> None:
+        self._members = members
+        self._group = group
+        self._shards = ShardGroup(tuple(member.layout for member in members), group.size)
+
+    def start(self) -> None:
+        """Begin to gather."""
+        first = self._members[0]
+        device = first.parameter.device
+        chunk = self._shards.join_shards([copy_to_device(member.shard.detach(), device) for member in self._members])
+        self._in_place = self._shards.is_one_memory and first.has_ranges
+        self._flat = (
+            first.layout.flatten(first.parameter.detach())
+            if self._in_place
+            else chunk.new_empty(self._shards.flat_size)
+        )
+        self._work = start_all_gather(self._flat, chunk, among=self._group)
+
+    def finish(self) -> None:
+        """Wait, and copy what has not been gathered into place."""
+        if self._work is not None:
+            self._work.wait()
+        wholes = [member.parameter for member in self._members]
+        with torch.no_grad():
+            if not self._in_place:
+                self._shards.copy_to_wholes(self._flat, [whole.detach() for whole in wholes])
+            for whole in wholes:
+                torch.autograd.graph.increment_version(whole)
+
+
+def group_by_kind(members: Sequence[DividedParameter]) -> list[list[DividedParameter]]:
+    """Group parameters of one dtype and device, up to a size."""
+    return group_in_order(
+        members,
+        kind=lambda member: (member.parameter.dtype, member.parameter.device),
+        size=lambda member: member.parameter.numel() * member.parameter.element_size(),
+        limit=lambda _member, _groups: GATHER_BYTES,
     )

@@ -1,7 +1,7 @@
-"""Copies between a device and the memory of its host, where pieces of states lie that are offloaded.
+"""Copies between a device and the memory of its host, where shards of states lie that are offloaded.
 
-Note [offloaded pieces]: a job with `offload=True` keeps its pieces of parameters, gradients and optimizer state in the
-memory of the host, and the optimizer steps there. Collectives and programs run on the device: a piece is copied to the
+Note [offloaded shards]: a job with `offload=True` keeps its shards of parameters, gradients and optimizer state in the
+memory of the host, and the optimizer steps there. Collectives and programs run on the device: a shard is copied to the
 device just before it is gathered, and a gradient to the host after it is summed. This is ZeRO-Offload (Ren et al.,
 USENIX ATC 2021). Memory of the host is locked (pinned), so that the device copies it without help of the processor. On
 the CPU nothing is copied.

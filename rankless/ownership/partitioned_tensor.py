@@ -1,11 +1,11 @@
-"""Tensors of which each worker holds one piece, and which a script sees as whole.
+"""Tensors of which each worker holds one shard, and which a script sees as whole.
 
 Note [divided tensors]: a parameter that is divided between workers stays the object that the script, its modules and
 its optimizers have. Its memory is freed. Functions that need only its shape, dtype or gradient find these. Any other
 function of PyTorch gets the whole tensor, gathered from all workers, so it computes what it would on one device. All
-workers run the same script, so all gather. The whole tensor lives until the next call of a job, which takes the pieces
+workers run the same script, so all gather. The whole tensor lives until the next call of a job, which takes the shards
 back, with the script's changes. If the script keeps a tensor that shares its memory, such as `weight.data`, it lives on
-and is updated after each step. A piece may be a divided tensor itself, if several axes divide a tensor.
+and is updated after each step. A shard may be a divided tensor itself, if several axes divide a tensor.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.errors import ConfigError, RanklessError
 from rankless.ownership.host_memory import copy_to_device
-from rankless.ownership.piece_layout import PieceLayout, gather_pieces
+from rankless.ownership.shard_layout import ShardLayout, gather_shards
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup
 
@@ -49,7 +49,7 @@ class WholeValues:
     """The whole values of divided tensors that the script uses outside jobs.
 
     Args:
-        group: The workers that hold the pieces.
+        group: The workers that hold the shards.
         require_all: Called with what is about to be gathered. Raises if not all workers will take part.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
     """
@@ -59,8 +59,8 @@ class WholeValues:
         self._require_all, self._run = require_all, run
         self._process_id = os.getpid()
         self._open: list[Partition] = []
-        self.are_pieces_newer = False
-        """Whether pieces have changed since whole values were updated."""
+        self.are_shards_newer = False
+        """Whether shards have changed since whole values were updated."""
         self._is_over = False
         """Whether all values have been made whole, after a worker was lost."""
 
@@ -88,12 +88,12 @@ class WholeValues:
         return self.gather_now(partition)
 
     def gather_now(self, partition: "Partition") -> Tensor:
-        """Return the whole value as its pieces are now. Collective."""
-        within = find_partition(partition.piece)
-        own = partition.piece.detach() if within is None else within.gather_once()
-        piece = copy_to_device(own, partition.device)
+        """Return the whole value as its shards are now. Collective."""
+        within = find_partition(partition.shard)
+        own = partition.shard.detach() if within is None else within.gather_once()
+        shard = copy_to_device(own, partition.device)
         # `.data` is not a view: a view would keep its base, and seem to be used elsewhere for ever.
-        return gather_pieces(partition.layout, piece, among=self.group).data
+        return gather_shards(partition.layout, shard, among=self.group).data
 
     def keep(self, partition: "Partition", whole: Tensor) -> None:
         """Begin with a whole value that is there already."""
@@ -111,7 +111,7 @@ class WholeValues:
         return bool(self._open)
 
     def write_back(self) -> None:
-        """Take the pieces of the whole values, which the script may have changed, and forget those that it dropped.
+        """Take the shards of the whole values, which the script may have changed, and forget those that it dropped.
 
         Collective if there are any.
         """
@@ -120,7 +120,7 @@ class WholeValues:
         with torch.no_grad():
             for partition in self._open:
                 assert partition.whole is not None
-                copy_whole(partition.piece, partition.layout.get_piece(partition.whole, self.group.rank))
+                copy_whole(partition.shard, partition.layout.get_shard(partition.whole, self.group.rank))
         # Workers may free memory at different times. They must agree on what they will gather.
         is_used = torch.tensor(
             [has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8, device="cpu"
@@ -133,13 +133,13 @@ class WholeValues:
 
     def end(self) -> None:
         """Forget all values, which have been made whole after a worker was lost."""
-        self._open, self._is_over, self.are_pieces_newer = [], True, False
+        self._open, self._is_over, self.are_shards_newer = [], True, False
 
     def refresh(self) -> None:
-        """Update the whole values that the script still holds from their pieces. Collective if there are any."""
+        """Update the whole values that the script still holds from their shards. Collective if there are any."""
         if self._open:
             self._run(self._refresh_all)
-        self.are_pieces_newer = False
+        self.are_shards_newer = False
 
     def _refresh_all(self) -> None:
         with torch.no_grad():
@@ -149,21 +149,21 @@ class WholeValues:
 
 
 class Partition:
-    """How a tensor is divided, and this worker's piece of it.
+    """How a tensor is divided, and this worker's shard of it.
 
     Attributes:
         layout: How the tensor is divided.
-        piece: This worker's piece.
+        shard: This worker's shard.
         name: What errors call the tensor.
-        device: Where the whole value lies. The piece may lie on the host.
+        device: Where the whole value lies. The shard may lie on the host.
         whole: The whole value, while the script uses it.
     """
 
     def __init__(
-        self, layout: PieceLayout, piece: Tensor, name: str, values: WholeValues, *, device: torch.device
+        self, layout: ShardLayout, shard: Tensor, name: str, values: WholeValues, *, device: torch.device
     ) -> None:
         self.layout = layout
-        self.piece = piece
+        self.shard = shard
         self.name = name
         self.device = device
         self.whole: Tensor | None = None
@@ -171,7 +171,7 @@ class Partition:
 
     @property
     def group(self) -> WorkerGroup:
-        """The workers that hold its pieces."""
+        """The workers that hold its shards."""
         return self._values.group
 
     def gather(self) -> Tensor:
@@ -185,38 +185,38 @@ class Partition:
     def take(self, value: StoredValue) -> None:
         """Take a new value, of which only this worker's rows are read, unless the script holds a whole one."""
         own = value.select(self.layout.placement.dim, self.own_ranges)
-        within = find_partition(self.piece)
+        within = find_partition(self.shard)
         if within is not None:
             within.take(own)
         with torch.no_grad():
             if within is None:
-                self.piece.copy_(own.read())
+                self.shard.copy_(own.read())
             if self.whole is not None:
                 self.whole.copy_(value.read())
 
     @property
     def is_copy(self) -> bool:
-        """Whether this worker's piece is a copy of another one's; see Note [copies of pieces]."""
+        """Whether this worker's shard is a copy of another one's; see Note [copies of shards]."""
         return self._values.group.rank in self.layout.copies
 
     @property
     def own_ranges(self) -> list[tuple[int, int]]:
-        """The rows of the whole tensor that this worker's piece has, as ranges from a row up to another."""
+        """The rows of the whole tensor that this worker's shard has, as ranges from a row up to another."""
         return self.layout.list_ranges(self._values.group.rank)
 
-    def get_current_piece(self) -> Tensor:
+    def get_current_shard(self) -> Tensor:
         """Return what this worker holds, with what the script has changed in the whole value."""
-        within = find_partition(self.piece)
+        within = find_partition(self.shard)
         if self.whole is None:
-            return self.piece.detach() if within is None else within.get_current_piece()
-        own = self.layout.get_piece(self.whole, self._values.group.rank)
-        return own if within is None else within.get_piece(own)
+            return self.shard.detach() if within is None else within.get_current_shard()
+        own = self.layout.get_shard(self.whole, self._values.group.rank)
+        return own if within is None else within.get_shard(own)
 
-    def get_piece(self, whole: Tensor) -> Tensor:
+    def get_shard(self, whole: Tensor) -> Tensor:
         """Return of a whole value what this worker holds."""
-        own = self.layout.get_piece(whole, self._values.group.rank)
-        within = find_partition(self.piece)
-        return own if within is None else within.get_piece(own)
+        own = self.layout.get_shard(whole, self._values.group.rank)
+        within = find_partition(self.shard)
+        return own if within is None else within.get_shard(own)
 
 
 class CallsWithWholes:
@@ -234,13 +234,13 @@ class CallsWithWholes:
 
 
 class PartitionedTensor(CallsWithWholes, Tensor):
-    """A tensor of which each worker holds one piece."""
+    """A tensor of which each worker holds one shard."""
 
     partition: Partition
 
 
 class PartitionedParameter(CallsWithWholes, nn.Parameter):
-    """A parameter of which each worker holds one piece."""
+    """A parameter of which each worker holds one shard."""
 
     partition: Partition
 
@@ -380,8 +380,8 @@ def as_plain_parameters(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 def make_without_memory(partition: Partition) -> Tensor:
     """Return a plain tensor with the shape of the whole, and no elements in memory."""
-    layout, piece = partition.layout, get_local(partition.piece)
-    made = piece.detach().new_empty_strided(layout.shape, layout.strides, device=partition.device)
+    layout, shard = partition.layout, get_local(partition.shard)
+    made = shard.detach().new_empty_strided(layout.shape, layout.strides, device=partition.device)
     made.untyped_storage().resize_(0)
     return made
 
@@ -392,19 +392,19 @@ def find_partition(tensor: Tensor) -> Partition | None:
 
 
 def list_partitions(tensor: Tensor) -> list[Partition]:
-    """Return how a tensor is divided, how its piece is divided, and so on; nothing for a plain one."""
+    """Return how a tensor is divided, how its shard is divided, and so on; nothing for a plain one."""
     found = []
     known = find_partition(tensor)
     while known is not None:
         found.append(known)
-        known = find_partition(known.piece)
+        known = find_partition(known.shard)
     return found
 
 
 def get_local(tensor: Tensor) -> Tensor:
-    """Return what this worker holds of a tensor: all of it, or its piece."""
+    """Return what this worker holds of a tensor: all of it, or its shard."""
     partitions = list_partitions(tensor)
-    return partitions[-1].piece if partitions else tensor
+    return partitions[-1].shard if partitions else tensor
 
 
 def copy_whole(target: Tensor, value: Tensor) -> None:
@@ -413,7 +413,7 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
     if known is None:
         target.copy_(value)
         return
-    get_local(target).copy_(known.get_piece(value))
+    get_local(target).copy_(known.get_shard(value))
     if known.whole is not None:
         known.whole.copy_(value)
 

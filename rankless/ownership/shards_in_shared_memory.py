@@ -1,7 +1,7 @@
 """Memory in which the workers of one host hold divided parameters together, so that each worker reads the whole.
 
-Note [pieces in one memory]: the pieces of a parameter lie next to each other in memory that all workers map, as the
-whole parameter lies in memory. Each worker writes only its piece. Programs read the whole, so they gather nothing.
+Note [shards in one memory]: the shards of a parameter lie next to each other in memory that all workers map, as the
+whole parameter lies in memory. Each worker writes only its shard. Programs read the whole, so they gather nothing.
 Writing and reading alternate: `begin_write` waits until no worker reads any more, and `begin_read` until all workers
 have written. Both wait only if the other came before. All workers call them in the same order, as they call
 collectives. A program only reads its inputs, and returns nothing that lies in this memory.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankless.collectives.backends.group_memory import can_have_common_memory, map_common
 from rankless.collectives.mesh_collectives import wait_for_all
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.mesh import WorkerGroup
 
 ALIGNED_BYTES = 64
@@ -24,17 +24,17 @@ ALIGNED_BYTES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class SharedValue:
-    """The place of a divided parameter in memory that all workers map; see Note [pieces in one memory]."""
+    """The place of a divided parameter in memory that all workers map; see Note [shards in one memory]."""
 
     memory: int
     """The number of the memory in which it lies."""
     whole: Tensor
     """All of it, which is only read."""
-    piece: Tensor
+    shard: Tensor
     """What this worker writes."""
 
 
-class SharedPieces:
+class SharedMemoryShards:
     """The divided parameters in memory that all workers map, and whose turn it is: that of readers, or of writers.
 
     Args:
@@ -46,7 +46,7 @@ class SharedPieces:
         self._memories = 0
         self._is_written = False
 
-    def allocate(self, parameters: Sequence[tuple[str, Tensor, PieceLayout]]) -> dict[str, SharedValue]:
+    def allocate(self, parameters: Sequence[tuple[str, Tensor, ShardLayout]]) -> dict[str, SharedValue]:
         """Return places for parameters, by name, for workers to write to. Those without one stay private. Collective.
 
         All workers get places for the same parameters.
@@ -58,7 +58,7 @@ class SharedPieces:
         fitting = [
             (name, layout, item.dtype)
             for name, item, layout in parameters
-            if item.numel() and layout.is_contiguous_piece() and can_have_common_memory(item.device, among=group)
+            if item.numel() and layout.is_contiguous_shard() and can_have_common_memory(item.device, among=group)
         ]
         if not can_have_common_memory(torch.device("cpu"), among=group) or not parameters:
             return {}
@@ -86,16 +86,16 @@ class SharedPieces:
             wait_for_all(among=self._group)
             self._is_written = False
 
-    def _place(self, part: Tensor, layout: PieceLayout, dtype: torch.dtype) -> SharedValue:
+    def _place(self, part: Tensor, layout: ShardLayout, dtype: torch.dtype) -> SharedValue:
         """Return the place of a parameter in its part of a memory."""
         rank = self._group.rank
         flat = part.view(dtype)[: torch.Size(layout.shape).numel()]
-        start = sum(map(layout.piece_size, range(rank)))
-        own = flat[start : start + layout.piece_size(rank)]
+        start = sum(map(layout.shard_size, range(rank)))
+        own = flat[start : start + layout.shard_size(rank)]
         return SharedValue(
             memory=self._memories,
             whole=layout.view_flat(flat, layout.shape),
-            piece=layout.view_flat(own, layout.piece_shape(rank)),
+            shard=layout.view_flat(own, layout.shard_shape(rank)),
         )
 
 

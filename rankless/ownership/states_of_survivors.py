@@ -1,12 +1,12 @@
 """Make states whole again on workers that have divided them, after another one was lost.
 
 Note [states of lost workers]: where workers may be lost, what one worker has of a parameter is on another one too; see
-Note [copies of pieces]. After a loss the workers that are left send each other the states that each of them has. All
+Note [copies of shards]. After a loss the workers that are left send each other the states that each of them has. All
 then have all states whole, and divide them anew with the next call of a job, as at its first. They do so before the
 next operation of all workers. By then each has made all that follows from the last one, such as an optimizer's step.
 So copies are equal again, although some workers may have been further than others when one was lost.
 
-Values that the script has read whole are there already, perhaps with its changes. Pieces are newer from a step until
+Values that the script has read whole are there already, perhaps with its changes. Shards are newer from a step until
 such values are updated.
 """
 
@@ -22,10 +22,9 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
 from rankless.errors import LostWorkerError
 from rankless.ownership.divided_parameter import DividedParameter
-from rankless.ownership.optimizer_pieces import list_parameters
-from rankless.ownership.owned_state import SharedEntry, describe_state
+from rankless.ownership.optimizer_shards import SharedEntry, describe_state, list_parameters
 from rankless.ownership.partitioned_tensor import Partition, find_partition
-from rankless.ownership.piece_layout import make_dense_strides
+from rankless.ownership.shard_layout import make_dense_strides
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 
@@ -35,7 +34,7 @@ class _Report(msgspec.Struct, frozen=True):
 
     worker: int
     """Its rank among the workers that have divided them."""
-    are_pieces_newer: bool
+    are_shards_newer: bool
     is_whole: list[bool]
     """For each parameter whether the script has read its whole value."""
     has_gradient: list[bool]
@@ -50,7 +49,7 @@ class DividedStates:
         rank: The rank of this worker among those that have divided them.
         members: The parameters, in the order in which they were divided.
         optimizers: Those that step them, in the order in which their jobs have divided parameters.
-        are_pieces_newer: Whether pieces have changed since the script has read whole values.
+        are_shards_newer: Whether shards have changed since the script has read whole values.
     """
 
     def __init__(
@@ -59,10 +58,10 @@ class DividedStates:
         members: Sequence[DividedParameter],
         optimizers: Sequence[Optimizer],
         *,
-        are_pieces_newer: bool,
+        are_shards_newer: bool,
     ) -> None:
         self._rank, self._members, self._optimizers = rank, members, optimizers
-        self._are_pieces_newer = are_pieces_newer
+        self._are_shards_newer = are_shards_newer
 
     def collect(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
         """Return a function that makes the states whole on this worker. Collective.
@@ -82,7 +81,7 @@ class DividedStates:
             for data in all_gather_bytes(encode_msgpack(self._report(with_gradients)), mesh=mesh)
         ]
         known = min(len(report.is_whole) for report in reports)
-        self._are_pieces_newer = any(report.are_pieces_newer for report in reports)
+        self._are_shards_newer = any(report.are_shards_newer for report in reports)
         sources = {id(member.parameter): find_source(member, reports) for member in self._members[:known]}
         restored = [self._collect_parameter(number, sources, reports, mesh) for number in range(len(self._members))]
         states = [
@@ -103,10 +102,10 @@ class DividedStates:
         partitions = [find_partition(member.parameter) for member in self._members]
         return _Report(
             worker=self._rank,
-            are_pieces_newer=self._are_pieces_newer,
+            are_shards_newer=self._are_shards_newer,
             is_whole=[known is not None and known.whole is not None for known in partitions],
             has_gradient=[
-                with_gradients and member.has_rows(self._rank) and has_dense_gradient(member.piece)
+                with_gradients and member.has_rows(self._rank) and has_dense_gradient(member.shard)
                 for member in self._members
             ],
             states=[
@@ -130,10 +129,10 @@ class DividedStates:
         value, gradient = partition.whole, None
         source = sources.get(id(member.parameter))
         if source is not None:
-            if self._are_pieces_newer or not all(report.is_whole[number] for report in reports):
-                value = send_whole(get_piece(partition, self._are_pieces_newer), partition, source, mesh)
+            if self._are_shards_newer or not all(report.is_whole[number] for report in reports):
+                value = send_whole(get_shard(partition, self._are_shards_newer), partition, source, mesh)
             if reports[source].has_gradient[number]:
-                gradient = send_whole(member.piece.grad, partition, source, mesh)
+                gradient = send_whole(member.shard.grad, partition, source, mesh)
         assert value is not None, "a worker that alone has divided a parameter has the whole value"
         return RestoredParameter(member, partition, value, gradient)
 
@@ -163,7 +162,7 @@ class DividedStates:
         if mesh.rank == source:
             value = own[entry.key]
             partition = find_partition(value)
-            whole.copy_(value if partition is None else get_piece(partition, self._are_pieces_newer))
+            whole.copy_(value if partition is None else get_shard(partition, self._are_shards_newer))
         return send_memory(whole, source, mesh)
 
 
@@ -208,30 +207,30 @@ def find_source(member: DividedParameter, reports: Sequence[_Report]) -> int:
     return found
 
 
-def get_piece(partition: Partition, is_newer: bool) -> Tensor:
-    """Return what this worker holds, with what the script has changed in the whole value unless the piece is newer."""
-    return partition.piece.detach() if is_newer else partition.get_current_piece()
+def get_shard(partition: Partition, is_newer: bool) -> Tensor:
+    """Return what this worker holds, with what the script has changed in the whole value unless the shard is newer."""
+    return partition.shard.detach() if is_newer else partition.get_current_shard()
 
 
-def has_dense_gradient(piece: Tensor) -> bool:
-    """Return whether a piece has a gradient. Raises LostWorkerError for a sparse one."""
-    if piece.grad is None or piece.grad.layout is torch.strided:
-        return piece.grad is not None
+def has_dense_gradient(shard: Tensor) -> bool:
+    """Return whether a shard has a gradient. Raises LostWorkerError for a sparse one."""
+    if shard.grad is None or shard.grad.layout is torch.strided:
+        return shard.grad is not None
     raise LostWorkerError(
         expected="dense gradients, where a worker is lost in the step of a parameter that one worker has",
-        found=f"a gradient with the layout {piece.grad.layout}",
+        found=f"a gradient with the layout {shard.grad.layout}",
         fix="use a table of rankless.parameter_server, or sparse=False",
     )
 
 
-def send_whole(piece: Tensor | None, partition: Partition, source: int, mesh: Mesh) -> Tensor:
+def send_whole(shard: Tensor | None, partition: Partition, source: int, mesh: Mesh) -> Tensor:
     """Return on all workers what one of them has: all rows of a tensor. Collective."""
-    layout, local = partition.layout, partition.piece
+    layout, local = partition.layout, partition.shard
     strides = make_dense_strides(layout.shape, layout.order)
     whole = torch.empty_strided(layout.shape, strides, dtype=local.dtype, device=partition.device)
     if mesh.rank == source:
-        assert piece is not None
-        whole.copy_(piece)
+        assert shard is not None
+        whole.copy_(shard)
     return send_memory(whole, source, mesh)
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rankless.ownership.piece_layout import select_ranges
+from rankless.ownership.shard_layout import select_ranges
 
 
 class TensorSource(Protocol):

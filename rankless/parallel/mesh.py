@@ -178,7 +178,7 @@ def find_pipeline_axis(mesh: Mesh) -> MeshAxis | None:
 def list_layer_axes(mesh: Mesh) -> list[MeshAxis]:
     """Return the axes of a mesh that divide what is in a layer, its features and experts, in the order they do it.
 
-    Programs take parameters in the pieces into which these axes divide them.
+    Programs take parameters in the shards into which these axes divide them.
     """
     return [axis for axis in list_state_axes(mesh) if axis.role in ("tensor", "expert")]
 

@@ -1,6 +1,6 @@
 """The placement of a logical value on one mesh axis, by PyTorch's own classes, with shard lengths.
 
-`Shard` has the length of every rank's piece, because uneven pieces are normal: a batch of 7 x 10 tokens on two ranks
+`Shard` has the length of every rank's shard, because uneven shards are normal: a batch of 7 x 10 tokens on two ranks
 flattens to 40 + 30 tokens, not 35 + 35.
 
 Note [dims of several blocks]: one weight often holds several side by side, as the queries, keys and values of
@@ -139,7 +139,7 @@ def find_only_rank(placement: Placement) -> int | None:
 
 
 def read_stored(placement: Placement) -> Placement:
-    """Return how an operator finds a state that is stored in pieces, of which one rank may have all rows."""
+    """Return how an operator finds a state that is stored in shards, of which one rank may have all rows."""
     owner = find_only_rank(placement)
     return placement if owner is None else OnRank(owner)
 
@@ -166,7 +166,7 @@ def remove_owners(sharding: Sharding) -> Sharding:
 
 
 def compute_local_shape(shape: Sequence[int], sharding: Sharding, ranks: Sequence[int]) -> list[int]:
-    """Return the shape of one worker's piece of a logical value.
+    """Return the shape of one worker's shard of a logical value.
 
     Args:
         shape: The logical shape.

@@ -1,14 +1,63 @@
-"""Which worker holds how much of a module's parameters, their gradients and their optimizer state."""
+"""The workers of a mesh as a grid, and how much each holds of a module's parameters, gradients and optimizer state."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
+from math import prod
 from typing import Literal
 
-from rankless.plan_picture.worker_grid import WorkerGrid
-from rankless.records.parallel_plan import StateDivision, StatePlan
+from rankless.records.parallel_plan import PlannedAxis, StateDivision, StatePlan
 from rankless.records.quantities import format_decimal_bytes
+
+
+@dataclass(frozen=True)
+class WorkerGrid:
+    """The workers of a run along the axes of their mesh, from the outermost axis."""
+
+    axes: tuple[PlannedAxis, ...]
+
+    @property
+    def count(self) -> int:
+        """The number of workers."""
+        return prod(axis.size for axis in self.axes)
+
+    def find_ranks(self, worker: int) -> dict[str, int]:
+        """Return the rank of a worker along each axis."""
+        ranks: dict[str, int] = {}
+        for axis in reversed(self.axes):
+            worker, ranks[axis.name] = divmod(worker, axis.size)
+        return {axis.name: ranks[axis.name] for axis in self.axes}
+
+    def find_worker(self, ranks: Sequence[int]) -> int:
+        """Return the worker with these ranks, one for each axis."""
+        worker = 0
+        for axis, rank in zip(self.axes, ranks, strict=True):
+            worker = worker * axis.size + rank
+        return worker
+
+    def list_blocks(self) -> Iterator[tuple[int, ...]]:
+        """Yield the ranks along all axes but the last two: a picture has a block of rows and columns for each."""
+        yield from product(*(range(axis.size) for axis in self.axes[:-2]))
+
+
+def format_axes(axes: Sequence[PlannedAxis]) -> str:
+    """Return the axes of a mesh as "pipeline 2 x data 4"."""
+    return " x ".join(f"{axis.name} {axis.size}" for axis in axes)
+
+
+def format_workers(workers: Sequence[int]) -> str:
+    """Return sorted numbers of workers as "worker 3" or "workers 0-3, 8"."""
+    ranges: list[list[int]] = []
+    for worker in workers:
+        if ranges and worker == ranges[-1][-1] + 1:
+            ranges[-1].append(worker)
+        else:
+            ranges.append([worker])
+    texts = [f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]) for members in ranges]
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(texts)}"
+
 
 HeldKind = Literal["parameters", "gradients", "optimizer state"]
 FIELDS: dict[HeldKind, Literal["value", "gradient", "optimizer_state"]] = {
@@ -76,11 +125,11 @@ def describe_holdings(tensors: Sequence[HeldTensor], grid: WorkerGrid, *, trains
 def count_held(tensors: Sequence[HeldTensor], grid: WorkerGrid, kind: HeldKind) -> tuple[int, ...]:
     """Return for each worker the bytes of the parameters whose elements it holds."""
     return tuple(
-        sum(count_piece(tensor, grid.find_ranks(worker), kind) for tensor in tensors) for worker in range(grid.count)
+        sum(count_shard(tensor, grid.find_ranks(worker), kind) for tensor in tensors) for worker in range(grid.count)
     )
 
 
-def count_piece(tensor: HeldTensor, ranks: Mapping[str, int], kind: HeldKind) -> int:
+def count_shard(tensor: HeldTensor, ranks: Mapping[str, int], kind: HeldKind) -> int:
     """Return the bytes of a tensor's elements that the worker with these ranks along the axes holds."""
     held = Fraction(tensor.bytes)
     for division in tensor.list_divisions(kind):
@@ -115,17 +164,17 @@ def describe_held(tensors: Sequence[HeldTensor], kind: HeldKind, workers: int) -
 
 
 def add_sizes(sizes: list[list[int]], divisions: Sequence[StateDivision], size: int) -> None:
-    """Add the bytes of the pieces of a tensor to those of other tensors along the same axes."""
-    pieces = [Fraction(size)]
+    """Add the bytes of the shards of a tensor to those of other tensors along the same axes."""
+    shards = [Fraction(size)]
     for division in divisions:
         rows = sum(division.lengths)
-        pieces = [piece * length / rows if rows else Fraction(0) for piece in pieces for length in division.lengths]
-    sizes.append([int(piece) for piece in pieces])
+        shards = [shard * length / rows if rows else Fraction(0) for shard in shards for length in division.lengths]
+    sizes.append([int(shard) for shard in shards])
 
 
 def join_sizes(sizes: Sequence[Sequence[int]]) -> list[int]:
-    """Return the bytes of each piece of all tensors together."""
-    return [sum(pieces) for pieces in zip(*sizes, strict=True)]
+    """Return the bytes of each shard of all tensors together."""
+    return [sum(shards) for shards in zip(*sizes, strict=True)]
 
 
 def is_owned(division: StateDivision) -> bool:
@@ -144,7 +193,7 @@ def describe_stages(stages: Mapping[int, int]) -> str:
 
 
 def describe_sizes(sizes: Sequence[int]) -> str:
-    """Describe the bytes of pieces along an axis."""
+    """Describe the bytes of shards along an axis."""
     holders = [rank for rank, size in enumerate(sizes) if size]
     if len(holders) == 1:
         return f"all on rank {holders[0]}"

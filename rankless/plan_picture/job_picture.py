@@ -3,9 +3,16 @@
 from collections.abc import Sequence
 
 from rankless.plan_picture.drawing import GAP, Area, Bar, Drawing, Label, fit_label, measure_text, scale, wrap_texts
-from rankless.plan_picture.holdings import HeldTensor, Holding, count_held, describe_divisions
+from rankless.plan_picture.holdings import (
+    HeldTensor,
+    Holding,
+    WorkerGrid,
+    count_held,
+    describe_divisions,
+    format_axes,
+    format_workers,
+)
 from rankless.plan_picture.pictured_job import PicturedJob, PicturedModule, PicturedMove, PicturedPlan, WorkerMemory
-from rankless.plan_picture.worker_grid import WorkerGrid, format_axes, format_workers
 from rankless.records.job_programs import PipelineRecord, PipelineUnit
 from rankless.records.quantities import format_decimal_bytes
 

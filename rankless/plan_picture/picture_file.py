@@ -1,13 +1,198 @@
-"""Make the file of a picture, as SVG or as a page."""
+"""Write the file of a picture: as SVG, or as an HTML page with tables of the same numbers below each job."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
+from xml.etree import ElementTree
 
 from rankless.errors import ConfigError
-from rankless.plan_picture.html_page import format_page
-from rankless.plan_picture.job_picture import draw_plan, summarize
-from rankless.plan_picture.pictured_job import PicturedPlan
-from rankless.plan_picture.svg import format_svg
+from rankless.plan_picture.drawing import clean_text
+from rankless.plan_picture.holdings import describe_divisions, format_workers
+from rankless.plan_picture.job_picture import KINDS, draw_one_job, draw_plan, summarize
+from rankless.plan_picture.pictured_job import PicturedJob, PicturedPlan
+from rankless.plan_picture.svg import format_svg, make_svg
+from rankless.records.quantities import format_decimal_bytes
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 24px; font-family: 'DejaVu Sans', 'Segoe UI', 'Helvetica Neue', Arial, sans-serif; font-size: 14px;
+  background: #ffffff; color: #1f2328; }
+main { max-width: 1320px; margin: auto; }
+svg { display: block; max-width: 100%; height: auto; }
+.tables { margin: 0 24px; }
+.scrolled { overflow-x: auto; }
+table { border-collapse: collapse; margin: 8px 0 24px; }
+caption { text-align: left; font-weight: 600; font-size: 16px; padding: 8px 0; white-space: nowrap; }
+th, td { text-align: left; padding: 3px 12px 3px 0; border-bottom: 1px solid #d1d9e0; vertical-align: top;
+  overflow-wrap: anywhere; min-width: 72px; max-width: 640px; }
+td:nth-child(2) { min-width: 96px; }
+th[scope=row] { min-width: 110px; }
+@media (prefers-color-scheme: dark) {
+  body { background: #0d1117; color: #e6edf3; }
+  th, td { border-color: #3d444d; }
+}
+"""
+
+Table = tuple[str, tuple[tuple[str, ...], ...]]
+"""A table's caption and rows."""
+
+
+def format_page(plan: PicturedPlan) -> str:
+    """Return the page of a plan."""
+    title = f"Parallel plan of {plan.script}"
+    root = ElementTree.Element("html", {"lang": "en"})
+    head = ElementTree.SubElement(root, "head")
+    ElementTree.SubElement(head, "meta", {"charset": "utf-8"})
+    ElementTree.SubElement(head, "meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"})
+    add_text(head, "title", title)
+    ElementTree.SubElement(head, "style").text = STYLE
+    main = ElementTree.SubElement(ElementTree.SubElement(root, "body"), "main")
+    add_text(main, "h1", title)
+    shown: dict[Table, str] = {}
+    for number, job in enumerate(plan.jobs):
+        add_job(main, job, number, shown)
+    for text in plan.others:
+        add_text(main, "p", text)
+    return "<!DOCTYPE html>\n" + ElementTree.tostring(root, encoding="unicode", method="html") + "\n"
+
+
+def add_job(main: ElementTree.Element, job: PicturedJob, number: int, shown: dict[Table, str]) -> None:
+    """Add the section of a job. `shown` has the tables of the page, and receives new ones; none is shown twice."""
+    section = ElementTree.SubElement(main, "section", {"aria-label": clean_text(job.title)})
+    picture = make_svg(
+        draw_one_job(job), title=job.title, description=f"{summarize(job)}. Tables have the numbers.", number=number
+    )
+    section.append(picture)
+    tables = ElementTree.SubElement(section, "div", {"class": "tables"})
+    for caption, titles, rows in list_tables(job):
+        table = caption, tuple(map(tuple, rows))
+        if table in shown:
+            add_text(tables, "p", f"{caption}: the same as for {shown[table]}")
+        else:
+            shown[table] = job.title
+            add_table(tables, caption, titles, rows)
+
+
+def list_tables(job: PicturedJob) -> Iterable[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    """Yield the tables of a job: caption, titles and rows; those with rows only."""
+    tables: list[tuple[str, Sequence[str], list[list[str]]]] = [
+        ("workers", ["worker", *(axis.name for axis in job.grid.axes)], list_workers(job)),
+        ("memory per worker", ["workers", *KINDS, "from"], list_memory(job)),
+        ("modules", ["module", "parameters", "held by"], list_modules(job)),
+        (
+            "what moves per call",
+            ["module", "movement", "along", "pass", "values", "sent per worker", "line", "why"],
+            list_moves(job),
+        ),
+        ("schedule", ["worker", "stages", "order of work"], list_schedule(job)),
+        (
+            "parameters and buffers",
+            ["name", "shape", "type", "bytes", "value", "gradient", "optimizer state"],
+            list_tensors(job),
+        ),
+    ]
+    yield from (table for table in tables if table[2])
+
+
+def list_workers(job: PicturedJob) -> list[list[str]]:
+    """Return the ranks of each worker."""
+    ranks = [job.grid.find_ranks(worker).values() for worker in range(job.grid.count)]
+    return [[str(worker), *map(str, found)] for worker, found in enumerate(ranks)]
+
+
+def list_memory(job: PicturedJob) -> list[list[str]]:
+    """Return the memory of the workers."""
+    return [
+        [
+            format_workers(group.workers),
+            *(format_decimal_bytes(group.sizes[kind]) if kind in group.sizes else "-" for kind in KINDS),
+            "measured on worker 0" if group.is_measured else "estimated from the plan",
+        ]
+        for group in job.memory
+    ]
+
+
+def list_modules(job: PicturedJob) -> list[list[str]]:
+    """Return the modules and who holds their parameters."""
+    return [
+        [
+            module.name,
+            format_decimal_bytes(module.parameter_bytes) if module.tensors else "-",
+            "; ".join(f"{', '.join(holding.kinds)}: {holding.text}" for holding in module.holdings) or "-",
+        ]
+        for module in job.modules
+    ]
+
+
+def list_moves(job: PicturedJob) -> list[list[str]]:
+    """Return what moves for each module."""
+    return [
+        [
+            module.name,
+            move.name,
+            move.axis or "-",
+            move.direction,
+            format_decimal_bytes(move.value_bytes),
+            format_decimal_bytes(move.sent_bytes),
+            move.line,
+            "; ".join(move.reasons),
+        ]
+        for module in job.modules
+        for move in module.moves
+    ]
+
+
+def list_schedule(job: PicturedJob) -> list[list[str]]:
+    """Return what each worker of a pipeline computes, in order."""
+    if job.pipeline is None:
+        return []
+    return [
+        [
+            str(worker),
+            ", ".join(str(number) for number, stage in enumerate(job.pipeline.stages) if worker in stage.workers),
+            ", ".join(f"{unit.kind} {unit.microbatch} of stage {unit.stage}" for unit in units),
+        ]
+        for worker, units in enumerate(job.pipeline.timeline)
+    ]
+
+
+def list_tensors(job: PicturedJob) -> list[list[str]]:
+    """Return how each parameter is held, and what this program does not use."""
+    used = [(tensor, "") for module in job.modules for tensor in module.tensors]
+    return [
+        [
+            f"{tensor.name}{remark}",
+            str(list(tensor.shape)),
+            tensor.dtype,
+            format_decimal_bytes(tensor.bytes),
+            describe_divisions(tensor.list_divisions("parameters")),
+            describe_divisions(tensor.list_divisions("gradients")) if job.program.trains else "-",
+            describe_divisions(tensor.list_divisions("optimizer state")) if job.program.trains else "-",
+        ]
+        for tensor, remark in [*used, *((tensor, " (not used by this program)") for tensor in job.unused)]
+    ]
+
+
+def add_table(parent: ElementTree.Element, caption: str, titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Add a table whose first column names the rows."""
+    frame = ElementTree.SubElement(parent, "div", {"class": "scrolled", "tabindex": "0"})
+    table = ElementTree.SubElement(frame, "table")
+    add_text(table, "caption", caption)
+    line = ElementTree.SubElement(ElementTree.SubElement(table, "thead"), "tr")
+    for title in titles:
+        add_text(line, "th", title, scope="col")
+    body = ElementTree.SubElement(table, "tbody")
+    for name, *cells in rows:
+        line = ElementTree.SubElement(body, "tr")
+        add_text(line, "th", name, scope="row")
+        for cell in cells:
+            add_text(line, "td", cell)
+
+
+def add_text(parent: ElementTree.Element, tag: str, text: str, **attributes: str) -> None:
+    """Add an element with a text."""
+    ElementTree.SubElement(parent, tag, attributes).text = clean_text(text)
+
 
 PictureFormat = Literal["svg", "html"]
 

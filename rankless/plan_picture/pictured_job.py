@@ -4,8 +4,14 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankless.plan_picture.holdings import HeldTensor, Holding, count_held, count_tensor_bytes, describe_holdings
-from rankless.plan_picture.worker_grid import WorkerGrid
+from rankless.plan_picture.holdings import (
+    HeldTensor,
+    Holding,
+    WorkerGrid,
+    count_held,
+    count_tensor_bytes,
+    describe_holdings,
+)
 from rankless.records.job_programs import DefinedJob, JobMemory, JobProgram, PipelineRecord, ProgramRecord
 from rankless.records.module_groups import ModuleGroup, group_by_module
 from rankless.records.parallel_plan import JobPlan, PlannedAxis

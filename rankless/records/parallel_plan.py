@@ -52,7 +52,7 @@ class StatePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     gradient: tuple[StateDivision, ...] = ()
     optimizer_state: tuple[StateDivision, ...] = ()
     offloaded: bool = False
-    """Whether the pieces lie in the memory of the host, and the optimizer steps there."""
+    """Whether the shards lie in the memory of the host, and the optimizer steps there."""
 
 
 class PipelinePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

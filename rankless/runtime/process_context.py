@@ -48,7 +48,6 @@ from rankless.runtime.status_publisher import publish_totals
 from rankless.runtime.world_mesh import make_world_mesh
 from rankless.user_code import caller_line
 from rankless.verify.recording.input_digests import InputDigests
-from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
 from rankless.verify.recording.jobs_and_models_survey import survey_script
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.value_probes import ValueInspector
@@ -117,9 +116,7 @@ class ProcessContext:
             dtype=None if config.dtype is None else getattr(torch, config.dtype),
             programs=make_program_recorder(config, rank),
             plan=None if config.plan is None else read_plan(config.plan),
-            inspector=None
-            if inspected is None
-            else ValueInspector(InspectedCallRecorder(str(config.recording), rank, inspected)),
+            inspector=None if inspected is None else ValueInspector(str(config.recording), rank, inspected),
         )
 
     def _list_participants(self, *, progress: bool, recovers: bool) -> Iterator[StepParticipant]:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import msgspec
+
 from rankless.config.run_config import InspectedCall
 from rankless.records.recorded_calls import JobCalled, Leaf, StepRecorded
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
@@ -56,30 +58,27 @@ class Divergence:
     """The job call to inspect for the cause; None if numbers do not differ, or no call computed them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableRow:
-    """One line of the table: all comparisons of one kind, and the one nearest to its limit or furthest beyond it."""
+class TableLine(msgspec.Struct, frozen=True, kw_only=True):
+    """All comparisons of one kind, and the one nearest to its limit or furthest beyond it."""
 
     name: str
     compared: int
-    largest: float
-    noise: float | None
-    worst: Difference | None
-    worst_allowed: float
+    largest_difference: float
+    noise_floor: float | None
+    nearest: str | None
+    """The tensor and the step of the comparison nearest to its limit; null if all are equal."""
+    nearest_difference: float | None
+    nearest_limit: float | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToleranceUse:
-    """A user's tolerance beside the measured differences, all relative to each tensor.
-
-    `largest` and `noise` are the largest of all tensors. `unmet` is the first tensor that exceeds the tolerance
-    even in the repeated run on one worker. It is None too if all compared tensors are within their limits.
-    """
+class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
+    """A user's bound and the measured differences, relative to the tensor; each is the largest of all tensors."""
 
     tolerance: float
-    largest: float
-    noise: float
-    unmet: Difference | None
+    largest_difference: float
+    noise_floor: float
+    unmet: str | None
+    """The first tensor that exceeds the tolerance even in the repeated run on one worker."""
 
 
 RESULT_SHARE = 0.01
@@ -161,7 +160,7 @@ class Comparison:
 
     steps: int
     calls: int
-    rows: tuple[TableRow, ...]
+    rows: tuple[TableLine, ...]
     findings: tuple[Divergence, ...]
     losses_one: tuple[float, ...]
     losses_many: tuple[float, ...]
@@ -175,7 +174,7 @@ class Comparison:
     """Whether the runs were stopped before the script ended."""
     noise_steps: int
     """From how many steps the noise floor is; fewer than `steps` if the perturbed runs were stopped earlier."""
-    tolerance: ToleranceUse | None
+    tolerance: Tolerance | None
     all_rounding: tuple[str, ...]
     """Parameters whose gradients consist of rounding errors only, so the comparison says nothing about them."""
     too_noisy: TooNoisy | None
@@ -228,7 +227,7 @@ def compare(
         calls=sum(isinstance(result, JobCalled) for result in one.results),
         rows=(
             *_make_rows(flat, noise_floor),
-            _make_agreement_row([item for differences, _ in among for item in differences]),
+            make_row("ranks among each other", [item for differences, _ in among for item in differences], None),
         ),
         findings=tuple(findings),
         losses_one=losses_one,
@@ -254,17 +253,17 @@ def compare(
 
 def _measure_tolerance_use(
     tolerance: float, noise_floor: NoiseFloor, found: Sequence[Difference], noise: Sequence[Sequence[Difference]]
-) -> ToleranceUse:
+) -> Tolerance:
     repeated = [item for differences in noise for item in differences]
     unmet = next((item for item in repeated if not item.size <= noise_floor.limit(item)), None)
     if unmet is None and not all(item.size <= noise_floor.limit(item) for item in found):
         # Rounding is allowed, and a single loss may by chance be equal in the repetition.
         unmet = next((item for item in repeated if noise_floor.relative_size(item) > tolerance), None)
-    return ToleranceUse(
+    return Tolerance(
         tolerance=tolerance,
-        largest=max(map(noise_floor.relative_size, found), default=0.0),
-        noise=max(map(noise_floor.relative_size, repeated), default=0.0),
-        unmet=unmet,
+        largest_difference=max(map(noise_floor.relative_size, found), default=0.0),
+        noise_floor=max(map(noise_floor.relative_size, repeated), default=0.0),
+        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.location.step}",
     )
 
 
@@ -339,28 +338,40 @@ def _check_limits(
     differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, run_name: str
 ) -> Iterator[Divergence]:
     """Yield the first difference beyond its limit, and the mismatch."""
-    for item in differences:
-        limit = noise_floor.limit(item)
-        if not item.size <= limit:
-            bound = "" if noise_floor.tolerance is None else f"tolerance {noise_floor.tolerance:g}, "
-            expected = f"at most {limit:.3g} from the run on one worker ({bound}noise {noise_floor.noise(item):.3g})"
-            found = f"{item.size:.3g} on {run_name}"
-            yield Divergence(
-                location=item.location,
-                tensor=item.tensor,
-                expected=expected,
-                found=found,
-                cause="values",
-                is_gross=is_gross(item, differences, noise_floor),
-                excess=item.size / limit if limit > 0 else math.inf,
-            )
-            break
+    yield from find_first_excess(differences, noise_floor, "the run on one worker", run_name)
     if mismatch is not None:
         # Other calls after other numbers may follow from rounding; other calls after equal numbers cannot.
         cause: Cause = "structure"
         if any(item.size > 0 for item in differences) and mismatch.tensor == "the calls":
             cause = "branch"
         yield _make_divergence(mismatch, run_name, cause=cause)
+
+
+def find_first_excess(
+    differences: Sequence[Difference], noise_floor: NoiseFloor, from_what: str, run_name: str
+) -> Iterator[Divergence]:
+    """Yield the first difference beyond its limit, if there is one.
+
+    Args:
+        differences: The differences, in the order of the run.
+        noise_floor: Their limits.
+        from_what: What the run should be near, in words.
+        run_name: The run, in words.
+    """
+    for item in differences:
+        limit = noise_floor.limit(item)
+        if not item.size <= limit:
+            bound = "" if noise_floor.tolerance is None else f"tolerance {noise_floor.tolerance:g}, "
+            yield Divergence(
+                location=item.location,
+                tensor=item.tensor,
+                expected=f"at most {limit:.3g} from {from_what} ({bound}noise {noise_floor.noise(item):.3g})",
+                found=f"{item.size:.3g} on {run_name}",
+                cause="values",
+                is_gross=is_gross(item, differences, noise_floor),
+                excess=item.size / limit if limit > 0 else math.inf,
+            )
+            return
 
 
 def is_gross(first: Difference, differences: Sequence[Difference], noise_floor: NoiseFloor) -> bool:
@@ -394,7 +405,7 @@ def _make_divergence(mismatch: Mismatch, run_name: str, *, cause: Cause) -> Dive
     )
 
 
-def _make_rows(differences: Sequence[Difference], noise_floor: NoiseFloor) -> Iterator[TableRow]:
+def _make_rows(differences: Sequence[Difference], noise_floor: NoiseFloor) -> Iterator[TableLine]:
     names = {
         "losses and other results": ("result", False),
         "whole-number results": ("result", True),
@@ -406,29 +417,23 @@ def _make_rows(differences: Sequence[Difference], noise_floor: NoiseFloor) -> It
         yield make_row(name, [item for item in differences if (item.kind, item.is_integer_result) == sort], noise_floor)
 
 
-def make_row(name: str, items: Sequence[Difference], noise_floor: NoiseFloor) -> TableRow:
-    """Return the table's line for some differences."""
-    worst, limit = _find_nearest(items, [noise_floor.limit(item) for item in items])
-    return TableRow(
+def make_row(name: str, items: Sequence[Difference], noise_floor: NoiseFloor | None) -> TableLine:
+    """Return the table's line for some differences; without a noise floor rounding alone limits them."""
+    if noise_floor is None:
+        limits, noise = list(map(compute_rounding_limit, items)), None
+    else:
+        limits, noise = list(map(noise_floor.limit, items)), max(map(noise_floor.noise, items), default=0.0)
+    worst, limit = _find_nearest(items, limits)
+    if worst is not None and worst.size == 0:
+        worst = None  # all are equal
+    return TableLine(
         name=name,
         compared=len(items),
-        largest=max((item.size for item in items), default=0.0),
-        noise=max((noise_floor.noise(item) for item in items), default=0.0),
-        worst=worst,
-        worst_allowed=limit,
-    )
-
-
-def _make_agreement_row(items: Sequence[Difference]) -> TableRow:
-    worst, limit = _find_nearest(items, [compute_rounding_limit(item) for item in items])
-    largest = max((item.size for item in items), default=0.0)
-    return TableRow(
-        name="ranks among each other",
-        compared=len(items),
-        largest=largest,
-        noise=None,
-        worst=worst,
-        worst_allowed=limit,
+        largest_difference=max((item.size for item in items), default=0.0),
+        noise_floor=noise,
+        nearest=None if worst is None else f"{worst.tensor}, step {worst.location.step}",
+        nearest_difference=None if worst is None else worst.size,
+        nearest_limit=None if worst is None else limit,
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from rankless.verify.causes import Cause
-from rankless.verify.comparison import Comparison, Divergence, TableRow, ToleranceUse
+from rankless.verify.comparison import Comparison, Divergence, TableLine, Tolerance
 from rankless.verify.decision import Decision, Outcome
 from rankless.verify.first_differing_value import FirstDifferingValue, render_first_value
 
@@ -22,29 +22,6 @@ class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
     line: str
     expected: str
     found: str
-
-
-class Tolerance(msgspec.Struct, frozen=True, kw_only=True):
-    """A user's bound and the measured differences, relative to the tensor; each is the largest of all tensors."""
-
-    tolerance: float
-    largest_difference: float
-    noise_floor: float
-    unmet: str | None
-    """The first tensor that exceeds the tolerance even in the repeated run on one worker."""
-
-
-class TableLine(msgspec.Struct, frozen=True, kw_only=True):
-    """All comparisons of one kind, and the one nearest to its limit or furthest beyond it."""
-
-    name: str
-    compared: int
-    largest_difference: float
-    noise_floor: float | None
-    nearest: str | None
-    """The tensor and the step of the comparison nearest to its limit; null if all are equal."""
-    nearest_difference: float | None
-    nearest_limit: float | None
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,8 +114,8 @@ def make_figures(comparison: Comparison) -> Figures:
         losses_one=comparison.losses_one,
         losses_many=comparison.losses_many,
         stopped=comparison.stopped,
-        tolerance=None if comparison.tolerance is None else _make_tolerance(comparison.tolerance),
-        table=tuple(map(_make_line, comparison.rows)),
+        tolerance=comparison.tolerance,
+        table=comparison.rows,
     )
 
 
@@ -173,7 +150,7 @@ def render_details(decision: Decision, *, verbose: bool) -> Iterator[str]:
         if comparison.noise_steps < comparison.steps:
             yield f"noise floor: from the first {comparison.noise_steps} of {comparison.steps} steps"
     if comparison is not None and comparison.tolerance is not None:
-        yield render_tolerance(_make_tolerance(comparison.tolerance))
+        yield render_tolerance(comparison.tolerance)
     if comparison is not None and verbose:
         yield from _render_findings(comparison.findings[1:])
     if decision.not_covered:
@@ -244,16 +221,6 @@ def _render_findings(findings: Sequence[Divergence]) -> Iterator[str]:
         yield f"  - {where}: expected {finding.expected}, found {finding.found}"
 
 
-def _make_tolerance(use: ToleranceUse) -> Tolerance:
-    unmet = use.unmet
-    return Tolerance(
-        tolerance=use.tolerance,
-        largest_difference=use.largest,
-        noise_floor=use.noise,
-        unmet=None if unmet is None else f"{unmet.tensor}, step {unmet.location.step}",
-    )
-
-
 def _make_first_difference(finding: Divergence) -> FirstDifference:
     return FirstDifference(
         step=finding.location.step,
@@ -264,23 +231,10 @@ def _make_first_difference(finding: Divergence) -> FirstDifference:
     )
 
 
-def _make_line(row: TableRow) -> TableLine:
-    worst = row.worst if row.worst is not None and row.worst.size > 0 else None
-    return TableLine(
-        name=row.name,
-        compared=row.compared,
-        largest_difference=row.largest,
-        noise_floor=row.noise,
-        nearest=None if worst is None else f"{worst.tensor}, step {worst.location.step}",
-        nearest_difference=None if worst is None else worst.size,
-        nearest_limit=None if worst is None else row.worst_allowed,
-    )
-
-
 HEADERS = ("compared", "number", "largest difference", "noise floor", "nearest to its limit")
 
 
-def render_table(rows: Sequence[TableRow]) -> str:
+def render_table(rows: Sequence[TableLine]) -> str:
     """Return the table of comparisons, in columns."""
     lines = [HEADERS, *(_make_cells(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADERS))]
@@ -291,13 +245,12 @@ def render_table(rows: Sequence[TableRow]) -> str:
     return "\n".join(rendered)
 
 
-def _make_cells(row: TableRow) -> tuple[str, ...]:
-    noise = "" if row.noise is None else f"{row.noise:.2g}"
-    return (row.name, f"{row.compared:,}", f"{row.largest:.2g}", noise, _format_nearest(row))
+def _make_cells(row: TableLine) -> tuple[str, ...]:
+    noise = "" if row.noise_floor is None else f"{row.noise_floor:.2g}"
+    return (row.name, f"{row.compared:,}", f"{row.largest_difference:.2g}", noise, _format_nearest(row))
 
 
-def _format_nearest(row: TableRow) -> str:
-    worst = row.worst
-    if worst is None or worst.size == 0:
+def _format_nearest(row: TableLine) -> str:
+    if row.nearest is None:
         return "all equal" if row.compared else "nothing to compare"
-    return f"{worst.tensor}, step {worst.location.step}: {worst.size:.2g} of {row.worst_allowed:.2g}"
+    return f"{row.nearest}: {row.nearest_difference:.2g} of {row.nearest_limit:.2g}"

@@ -19,7 +19,7 @@ from itertools import product
 import msgspec
 
 from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState, TensorSummary
-from rankless.verify.comparison import Comparison, Divergence, find_loss_leaf, is_gross, make_row
+from rankless.verify.comparison import Comparison, Divergence, find_first_excess, find_loss_leaf, make_row
 from rankless.verify.differences import (
     RESOLUTION,
     Difference,
@@ -148,20 +148,8 @@ def drop_overwritten_first_values(differences: Sequence[Difference], noise_floor
 def _check_limits(
     differences: Sequence[Difference], mismatch: Mismatch | None, noise_floor: NoiseFloor, name: str, run_name: str
 ) -> Iterator[Divergence]:
-    for item in differences:
-        limit = noise_floor.limit(item)
-        if not item.size <= limit:
-            yield Divergence(
-                location=item.location,
-                tensor=item.tensor,
-                expected=f"at most {limit:.3g} from {name} (noise {noise_floor.noise(item):.3g})",
-                found=f"{item.size:.3g} on {run_name}",
-                cause="values",
-                is_of_reference=True,
-                is_gross=is_gross(item, differences, noise_floor),
-                excess=item.size / limit if limit > 0 else math.inf,
-            )
-            break
+    for found in find_first_excess(differences, noise_floor, name, run_name):
+        yield replace(found, is_of_reference=True)
     if mismatch is not None:
         yield Divergence(
             location=mismatch.location,

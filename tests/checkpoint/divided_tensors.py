@@ -8,7 +8,7 @@ from safetensors import safe_open
 from rankless.checkpoint import Saver, load
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter, make_partitioned_tensor
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -23,9 +23,9 @@ def lengths_of(size, ranks, kind="even"):
 
 def make_partition(mesh, whole, dim=0, kind="even", name="tensor"):
     """Return this rank's part of a tensor that all ranks have made."""
-    layout = PieceLayout.of(whole, Shard(dim, lengths_of(whole.shape[dim], mesh.size, kind)))
+    layout = ShardLayout.of(whole, Shard(dim, lengths_of(whole.shape[dim], mesh.size, kind)))
     values = WholeValues(mesh.axes[0], lambda _operation: None)
-    return Partition(layout, layout.copy_piece(whole, mesh.rank), name, values, device=whole.device)
+    return Partition(layout, layout.copy_shard(whole, mesh.rank), name, values, device=whole.device)
 
 
 def divide(mesh, whole, dim=0, kind="even"):

@@ -10,8 +10,7 @@ from rankless.checkpoint import SaveOptions, Saver, load
 from rankless.context.world import World
 from rankless.deferred_models.building import DeferredBuild
 from rankless.jobs.definition import StepOptions
-from rankless.jobs.division_before_load import divide_states_of_jobs
-from rankless.jobs.job import make_job
+from rankless.jobs.job import divide_states_of_jobs, make_job
 from rankless.parallel.mesh import Mesh
 
 

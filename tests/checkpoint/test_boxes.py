@@ -17,7 +17,7 @@ from rankless.checkpoint.manifest import RowRange
 from rankless.errors import CheckpointError
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, make_partitioned_tensor
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -39,12 +39,12 @@ def divide_twice(mesh, whole, dims, kind):
     placement = Shard(dims[0], OUTER["even" if kind == "blocks" else kind](size))
     if kind == "blocks" and size % 2 == 0:
         placement = BlockedShard(dims[0], split(size // 2, 2))
-    layout = PieceLayout.of(whole, placement)
-    piece = layout.copy_piece(whole, inner.rank)
+    layout = ShardLayout.of(whole, placement)
+    piece = layout.copy_shard(whole, inner.rank)
     rows = piece.shape[dims[1]]
-    within = PieceLayout.of(piece, Shard(dims[1], split(rows, 2)))
+    within = ShardLayout.of(piece, Shard(dims[1], split(rows, 2)))
     values = [WholeValues(axis, lambda _operation: None) for axis in (inner, data)]
-    own = within.copy_piece(piece, data.rank)
+    own = within.copy_shard(piece, data.rank)
     held = make_partitioned_tensor(Partition(within, own, "piece", values[1], device=whole.device))
     return make_partitioned_tensor(Partition(layout, held, "tensor", values[0], device=whole.device))
 
@@ -121,11 +121,11 @@ def load_boxes(mesh, path, kind, order):
     mesh = make_two_axes(mesh)
     wanted, tensors = divide_all(mesh, kind, order), divide_all(mesh, kind, order)
     for tensor in tensors.values():
-        local = tensor.partition.piece.partition.piece if tensor.numel() else tensor
+        local = tensor.partition.shard.partition.shard if tensor.numel() else tensor
         local.zero_()
     load(path, {"thing": Filled(tensors)}, mesh=mesh, owner=make_saver(mesh).owner)
     boxes = [
-        torch.equal(tensor.partition.get_current_piece(), wanted[name].partition.get_current_piece())
+        torch.equal(tensor.partition.get_current_shard(), wanted[name].partition.get_current_shard())
         for name, tensor in tensors.items()
         if tensor.numel()
     ]
@@ -201,9 +201,9 @@ def test_a_checkpoint_of_version_3_loads(tmp_path):
 
 def save_rows(mesh, path):
     whole = make_tensors()["matrix"]
-    layout = PieceLayout.of(whole, Shard(0, (4, 3)))
+    layout = ShardLayout.of(whole, Shard(0, (4, 3)))
     values = WholeValues(mesh.axes[0], lambda _: None)
-    own = layout.copy_piece(whole, mesh.rank)
+    own = layout.copy_shard(whole, mesh.rank)
     tensor = make_partitioned_tensor(Partition(layout, own, "matrix", values, device=whole.device))
     saver = Saver(mesh=mesh, owner=DividedOwner(mesh.axes[0], lambda _: None))
     saver.save(path, {"thing": Holder({"matrix": tensor})}, options=SaveOptions(layout="sharded"))

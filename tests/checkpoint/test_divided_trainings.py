@@ -18,7 +18,7 @@ from support.warm_runs import rankless
 
 from rankless.checkpoint import load
 from rankless.errors import CheckpointError
-from rankless.jobs.division_before_load import divide_states_of_jobs
+from rankless.jobs.job import divide_states_of_jobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONCE = """

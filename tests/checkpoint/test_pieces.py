@@ -93,7 +93,7 @@ def read_all_divisions(mesh, path, model_kinds):
         wanted = make_model()
         pairs = list(zip(model.parameters(), wanted.parameters(), strict=True))
         pieces = [
-            (one.partition.get_current_piece(), one.partition.layout.get_piece(two, mesh.rank)) for one, two in pairs
+            (one.partition.get_current_shard(), one.partition.layout.get_shard(two, mesh.rank)) for one, two in pairs
         ]
         found.append(all(torch.equal(one, two) for one, two in pieces))
         found.append(all(torch.equal(one, two) for one, two in pairs))
@@ -138,7 +138,7 @@ def save_changed(mesh, path, layout):
     with torch.no_grad():
         model[2].weight.zero_()
     load_into(mesh, path, {"model": model})
-    return kept.clone(), model[2].weight.detach().clone(), model[2].weight.partition.piece.detach().clone()
+    return kept.clone(), model[2].weight.detach().clone(), model[2].weight.partition.shard.detach().clone()
 
 
 @pytest.mark.parametrize("layout", ["whole", "sharded"])
@@ -196,7 +196,7 @@ def save_while_saving(mesh, path):
             options = SaveOptions(layout=layout, background=True)
             tensor = divide(mesh, whole)
             saver.save(path / layout, {"thing": Holder({"t": tensor})}, options=options)
-            tensor.partition.piece.fill_(9)  # the copy that is being written must not change
+            tensor.partition.shard.fill_(9)  # the copy that is being written must not change
     saver.wait()
     for layout in ("sharded", "whole"):
         back = Holder()

@@ -22,7 +22,7 @@ from rankless.compiler.lowering.lower import lower
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import (
     BlockedShard,
@@ -228,10 +228,10 @@ def take_state(value: Tensor, placement: Placement | None, rank: int) -> Tensor:
     """Return a rank's piece of a parameter."""
     if not isinstance(placement, Shard | BlockedShard):
         return value
-    return PieceLayout.of(value, placement).copy_piece(value.detach(), rank)
+    return ShardLayout.of(value, placement).copy_shard(value.detach(), rank)
 
 
-def join_pieces(sharded: ShardedProgram, name: str, gathered: Sequence[Tensor]) -> list[Tensor]:
+def join_shards(sharded: ShardedProgram, name: str, gathered: Sequence[Tensor]) -> list[Tensor]:
     """Return the whole gradient for every worker, given their pieces, if the last axis divides its parameter."""
     placement, ranks = sharded.find_state_sharding(name)[-1], sharded.axes[-1].ranks
     if isinstance(placement, OnRank):
@@ -256,7 +256,7 @@ def make_outcome(
     for index, (node, described) in enumerate(graphs[0].outputs):
         gathered = [known[graph.outputs[index][0]] for graph, known in zip(graphs, values, strict=True)]
         if described.kind == "gradient":
-            gathered = join_pieces(sharded, described.name, gathered)
+            gathered = join_shards(sharded, described.name, gathered)
         if node in graphs[0].pending_gradients:
             gathered = select_terms(gathered, [graph.outputs[index][0].meta["summed_along"] for graph in graphs])
             value = torch.stack(gathered).sum(0)

@@ -1,11 +1,17 @@
 """Joint participants, as a process without an agent has them."""
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from torch import nn
 
 import rankless
 from rankless.context.joint_events import JointEvents, JointParticipant
+from rankless.errors import ConfigError
+from rankless.ownership.extension_modules import ExtensionModule
+from rankless.ownership.state_owner import StateOwner
 
 CLOSED: list[str] = []
 
@@ -50,3 +56,26 @@ def test_a_module_that_answers_other_attributes_in_its_own_way_trains():
     before = model.layer.weight.detach().clone()
     train(torch.ones(2, 2))
     assert torch.allclose(model.layer.weight, before - 0.1 * 2)
+
+
+class Owning(JointParticipant):
+    def make_owner(self) -> StateOwner:
+        return StateOwner()
+
+
+class OwnedModule(ExtensionModule):
+    rankless_participant = "owning_participant"
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+def test_a_participant_that_owns_states_cannot_come_with_a_model(monkeypatch):
+    module = ModuleType("owning_participant")
+    module.make_joint_participant = lambda *_: Owning()
+    monkeypatch.setitem(sys.modules, "owning_participant", module)
+    model = OwnedModule()
+    predict = rankless.job(model=model)(lambda x: model.weight * x)
+    with pytest.raises(ConfigError, match="owning_participant, which only a model names"):
+        predict(torch.ones(2))

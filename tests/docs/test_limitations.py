@@ -20,7 +20,7 @@ from rankless.config.shared_memory_support import is_supported
 from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.call_fingerprint import fingerprint_tensor
+from rankless.jobs.call_agreement import fingerprint_tensor
 from rankless.jobs.job import make_job
 from rankless.parallel.mesh import Mesh
 

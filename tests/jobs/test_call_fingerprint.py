@@ -3,7 +3,7 @@
 import torch
 
 from rankless.jobs.arguments import find_leaf_names, flatten_arguments
-from rankless.jobs.call_fingerprint import PIECE_BYTES, PIECES, fingerprint_tensor, format_call, name_tensors
+from rankless.jobs.call_agreement import PIECE_BYTES, PIECES, fingerprint_tensor, format_call, name_tensors
 
 
 def job(images, *more, scale=1.0, **rest):

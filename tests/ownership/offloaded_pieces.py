@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
+from rankless.jobs.planned_division import make_default_plan
 from rankless.ownership import divided_owner
-from rankless.ownership.default_plan import make_default_plan
 from rankless.ownership.divided_owner import DividedOwner
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout
+from rankless.ownership.shard_layout import ShardGroup, ShardLayout
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Shard
 
@@ -91,7 +91,7 @@ def make_gradients(owner, tensors):
         placements = owner.find_gradient_placements(tensor).values()
         shape = tensor.shape
         for placement in placements:
-            shape = PieceLayout.of(tensor, placement).piece_shape(0)
+            shape = ShardLayout.of(tensor, placement).shard_shape(0)
         gradients.append(torch.empty(shape, device=DEVICE))
     return gradients
 
@@ -153,7 +153,7 @@ def check_values(monkeypatch):
         owner.end_call()
         assert kept.device.type == DEVICE
         state = optimizer.state[model.uneven]["exp_avg"]
-        assert state.partition.piece.device.type == "cpu"
+        assert state.partition.shard.device.type == "cpu"
         assert (state + 1).device.type == DEVICE
         assert set(workers.devices) == {DEVICE}, workers.devices
 
@@ -162,10 +162,10 @@ def check_gathers(monkeypatch):
     """Pieces of the host become whole values on the device."""
     with WithoutElements():
         workers = DeviceWorkers(monkeypatch)
-        layouts = (PieceLayout((4, 6), (0, 1), Shard(0, (2, 2))), PieceLayout((3, 5), (0, 1), Shard(0, (2, 1))))
+        layouts = (ShardLayout((4, 6), (0, 1), Shard(0, (2, 2))), ShardLayout((3, 5), (0, 1), Shard(0, (2, 1))))
         for chosen in (layouts, layouts[:1]):
-            gather = GatherOfParameters(workers.axis, PieceGroup(chosen, 2), torch.device(DEVICE))
-            wholes = gather.finish(gather.start(*(torch.empty(layout.piece_shape(0)) for layout in chosen)))
+            gather = GatherOfParameters(workers.axis, ShardGroup(chosen, 2), torch.device(DEVICE))
+            wholes = gather.finish(gather.start(*(torch.empty(layout.shard_shape(0)) for layout in chosen)))
             found = [(tuple(whole.shape), whole.device.type) for whole in wholes]
             assert found == [(layout.shape, DEVICE) for layout in chosen], found
         assert set(workers.devices) == {DEVICE}, workers.devices

@@ -53,7 +53,7 @@ def parameter_memory(parameter):
     partition = find_partition(parameter)
     with torch._C.DisableTorchFunctionSubclass():
         own = parameter.untyped_storage().nbytes()
-    return own if partition is None else own + partition.piece.untyped_storage().nbytes()
+    return own if partition is None else own + partition.shard.untyped_storage().nbytes()
 
 
 @pytest.mark.ci_sample(2)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout, divide_evenly
+from rankless.ownership.shard_layout import ShardGroup, ShardLayout, divide_evenly
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -24,10 +24,10 @@ TENSORS = {
 
 
 def divided(tensor, ranks):
-    order = PieceLayout.of(tensor, Shard(0, ())).order
+    order = ShardLayout.of(tensor, Shard(0, ())).order
     division = divide_evenly(tuple(tensor.shape), order, ranks)
     assert division is not None
-    return PieceLayout.of(tensor, Shard(*division))
+    return ShardLayout.of(tensor, Shard(*division))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -38,12 +38,12 @@ def test_pieces_make_up_the_tensor_and_lie_in_memory_as_it_does(name, ranks):
     assert [layout.strides[dim] for dim in range(whole.dim()) if whole.shape[dim] != 1] == [
         whole.stride(dim) for dim in range(whole.dim()) if whole.shape[dim] != 1
     ]
-    pieces = [layout.copy_piece(whole, rank) for rank in range(ranks)]
+    pieces = [layout.copy_shard(whole, rank) for rank in range(ranks)]
     assert torch.equal(torch.cat(pieces, layout.placement.dim), whole)
     for rank, piece in enumerate(pieces):
         assert piece.untyped_storage().nbytes() == piece.nbytes
-        assert tuple(piece.shape) == layout.piece_shape(rank)
-        assert sorted(piece.stride()) == sorted(layout.piece_strides(rank))
+        assert tuple(piece.shape) == layout.shard_shape(rank)
+        assert sorted(piece.stride()) == sorted(layout.shard_strides(rank))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -51,24 +51,24 @@ def test_pieces_make_up_the_tensor_and_lie_in_memory_as_it_does(name, ranks):
 def test_a_group_joins_and_splits_tensors_with_uneven_pieces_and_workers_without_any(name, ranks):
     whole = TENSORS[name]
     other = torch.randn(3, 4).to(whole.dtype)
-    on_one_worker = PieceLayout.of(other, Shard(0, (0,) * (ranks - 1) + (3,)))
+    on_one_worker = ShardLayout.of(other, Shard(0, (0,) * (ranks - 1) + (3,)))
     for layouts, wholes in (
         ((divided(whole, ranks),), (whole,)),
         ((divided(whole, ranks), on_one_worker), (whole, other)),
     ):
-        group = PieceGroup(layouts, ranks)
+        group = ShardGroup(layouts, ranks)
         flat = torch.full((group.flat_size,), float("nan")).to(whole.dtype)
         group.join_wholes(wholes, flat)
         chunks = [
-            group.join_pieces([layout.copy_piece(item, rank) for layout, item in zip(layouts, wholes, strict=True)])
+            group.join_shards([layout.copy_shard(item, rank) for layout, item in zip(layouts, wholes, strict=True)])
             for rank in range(ranks)
         ]
         for gathered in (flat, torch.cat(chunks)):
             for found, wanted in zip(group.split_wholes(gathered), wholes, strict=True):
                 assert torch.equal(found, wanted)
         for rank, chunk in enumerate(flat.view(ranks, -1)):
-            for layout, item, piece in zip(layouts, wholes, group.view_pieces(chunk, rank), strict=True):
-                assert torch.equal(piece, layout.get_piece(item, rank))
+            for layout, item, piece in zip(layouts, wholes, group.view_shards(chunk, rank), strict=True):
+                assert torch.equal(piece, layout.get_shard(item, rank))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_the_outermost_dim_that_is_nearly_even_is_divided(shape, ranks, expected
 @pytest.mark.parametrize("name", TENSORS)
 def test_copies_have_the_rows_of_the_worker_that_has_all_and_are_no_further_ones(name):
     whole = TENSORS[name]
-    layout = PieceLayout.of(whole, Shard(0, (0, 0, whole.shape[0], 0)), copies=(3,))
+    layout = ShardLayout.of(whole, Shard(0, (0, 0, whole.shape[0], 0)), copies=(3,))
     assert layout.holders == (2, 3)
-    pieces = [layout.copy_piece(whole, rank) for rank in range(4)]
+    pieces = [layout.copy_shard(whole, rank) for rank in range(4)]
     assert [piece.shape[0] for piece in pieces] == [0, 0, whole.shape[0], whole.shape[0]]
     assert layout.list_ranges(3) == layout.list_ranges(2) == [(0, whole.shape[0])]
     assert torch.equal(pieces[3], whole)
-    group = PieceGroup((layout,), 4)
-    (found,) = group.split_wholes(torch.cat([group.join_pieces([piece]) for piece in pieces]))
+    group = ShardGroup((layout,), 4)
+    (found,) = group.split_wholes(torch.cat([group.join_shards([piece]) for piece in pieces]))
     assert torch.equal(found, whole)

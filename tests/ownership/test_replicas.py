@@ -45,7 +45,7 @@ def change(model: nn.Linear, what: str) -> None:
         if what == "piece":
             partition = find_partition(model.weight)
             assert partition is not None
-            partition.piece.add_(1)
+            partition.shard.add_(1)
         else:
             model.bias.data.add_(1)
 
@@ -91,11 +91,11 @@ def share(mesh: Mesh) -> tuple[bool, list[str]]:
     world, model, job, notices = make_divided_model(make_two_axes(mesh, "sequence"))
     partition = find_partition(model.weight)
     assert partition is not None
-    before = partition.piece.clone()
+    before = partition.shard.clone()
     if mesh.rank in (1, 3):
         change(model, "piece")
     sync_tensors([("weight", model.weight)], job.definition, world, when="in a test")
-    return bool(torch.equal(partition.piece, before)), notices
+    return bool(torch.equal(partition.shard, before)), notices
 
 
 def test_pieces_that_should_be_equal_are_shared_along_the_axes_that_do_not_divide_them():

@@ -12,8 +12,7 @@ from support.processes import on_mesh
 from torch import nn
 
 import rankless
-from rankless.collectives.backends import close_shared_memory_group
-from rankless.collectives.backends.memory import shared_region
+from rankless.collectives.backends import close_shared_memory_group, shared_region
 from rankless.context.world import RunSettings, World
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.errors import CollectiveError

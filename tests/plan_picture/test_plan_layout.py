@@ -20,8 +20,8 @@ from support.plan_records import (
 )
 
 from rankless.plan_picture.drawing import Bar, Drawing, Label, clean_text
-from rankless.plan_picture.html_page import format_page
 from rankless.plan_picture.job_picture import draw_plan
+from rankless.plan_picture.picture_file import format_page
 from rankless.plan_picture.pictured_job import PicturedPlan
 from rankless.records.job_programs import DefinedJob, ProgramInputRecord
 from rankless.records.parallel_plan import JobPlan, StatePlan

@@ -98,7 +98,7 @@ def watch(owner, name, moment, after=None):
 
 watch(worker_recovery.dist, "barrier", "computed", "passed")
 watch(divided_owner, "share_state", "share", "shared")
-watch(partitioned_tensor, "gather_pieces", "gather")
+watch(partitioned_tensor, "gather_shards", "gather")
 watch(states_of_survivors, "send_memory", "send")
 watch(divided_owner, "make_divided_parameter", "divide")
 watch(partitioned_tensor.WholeValues, "write_back", "written")

@@ -19,7 +19,7 @@ from rankless.compiler.scheduling.gradient_buckets import GradientBucket
 from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
 from rankless.jobs.programs import bound_program
-from rankless.jobs.views.operation import WorldView
+from rankless.jobs.views.view_choice import WorldView
 from rankless.parallel.mesh import Mesh
 
 FIRST_STEP = 3
@@ -150,13 +150,13 @@ def repeated_batch(_counter: StepCounter) -> None:
 
 def row_given_twice(counter: StepCounter) -> None:
     """A rank takes one row twice in place of its last row, which no rank takes."""
-    get_local_piece = bound_program.get_local_piece
+    get_local_shard = bound_program.get_local_shard
 
     def repeat_row(argument: Tensor, placement: Any, mesh: Mesh) -> Tensor:
-        piece = get_local_piece(argument, placement, mesh)
+        piece = get_local_shard(argument, placement, mesh)
         return torch.cat([piece[:-1], piece[:1]]) if counter.is_late and RANK == 1 else piece
 
-    bound_program.get_local_piece = repeat_row
+    bound_program.get_local_shard = repeat_row
 
 
 def change_steps(change: Callable[[Optimizer, Callable[[], Any]], None]) -> None:

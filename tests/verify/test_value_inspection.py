@@ -14,7 +14,6 @@ from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
 from rankless.records.recorded_calls import read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value, render_first_value
-from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder
 from rankless.verify.recording.value_probes import ValueInspector
 
 pytestmark = pytest.mark.slow
@@ -58,7 +57,7 @@ def batch(step: int) -> tuple[Tensor, ...]:
 
 def trained(mesh: Mesh, folder: str, fault: str, noise: int | None) -> list[float]:
     """Train three steps and return the losses; inspect the second step if there is a folder."""
-    inspector = ValueInspector(InspectedCallRecorder(folder, mesh.rank, CALL)) if folder else None
+    inspector = ValueInspector(folder, mesh.rank, CALL) if folder else None
     world = World(
         mesh=mesh,
         notify=lambda _text: None,

@@ -3,18 +3,19 @@
 Enters: a `torch.distributed.Store` that the processes share, and their ranks. Leaves: a process group for the functions
 of `torch.distributed`, or None where the processes cannot share memory. Decision 0029 has the reasons.
 
-The layers, from below: `memory` is the operating system's side. `signals` counts, sleeps, waits and fails. `slots`
-divides the memory. `shared_reductions`, `shared_movement` and `message_transfers` are the algorithms. `operation_queue`
-keeps the order. `process_group` has torch's signatures, and `prepared_calls` checks their arguments.
-`group_registration` makes it known to torch.
+The layers, from below: `shared_region` maps memory that the ranks share, which they find through `store_exchange`, and
+`peer_liveness` sees which have ended. `signals` counts, sleeps, waits and fails. `slots` divides the memory.
+`shared_reductions`, `shared_movement` and `message_transfers` are the algorithms. `operation_queue` keeps the order.
+`process_group` has torch's signatures and makes the group known to torch, and `prepared_calls` checks the arguments.
+`hosts` has the groups of several hosts, which reduce within each host in this memory first.
 """
 
-from rankless.collectives.backends.group_registration import (
+from rankless.collectives.backends.process_group import (
+    SharedMemoryProcessGroup,
     close_shared_memory_group,
     make_shared_memory_group,
     register_backend,
 )
-from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 
 __all__ = [
     "SharedMemoryProcessGroup",

@@ -71,6 +71,15 @@ def make_mismatch_error(rank: int, other: int, *, found: str, own: str) -> Colle
     )
 
 
+def make_forked_error() -> CollectiveError:
+    """Return the error for a call in a process that a rank of the group has forked."""
+    return CollectiveError(
+        expected="collectives only in the process that has joined the group",
+        found="a call in a process that it has forked",
+        fix="make the call in the parent process, or create a group of the new processes",
+    )
+
+
 def make_error(word: int, member: Membership) -> CollectiveError:
     """Return the error for a word of `encode_failure`."""
     kind, rank, seconds = decode_failure(word)

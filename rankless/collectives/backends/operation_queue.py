@@ -156,12 +156,11 @@ class OperationQueue:
     """Runs the operations of one group in order. See note [who runs an operation].
 
     Args:
-        name: The name of the thread.
         interrupt: Called if an operation is left by an exception that is not a `CollectiveError`.
     """
 
-    def __init__(self, name: str, interrupt: Callable[[], None]) -> None:
-        self._name, self._interrupt = name, interrupt
+    def __init__(self, interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
         self._running = threading.Lock()
         self._queued: deque[tuple[SharedMemoryWork, Callable[[], None]]] = deque()
         self._wakes: SimpleQueue[bool] = SimpleQueue()
@@ -215,7 +214,7 @@ class OperationQueue:
             return
         with self._count_lock:
             if self._in_callbacks >= len(self._threads):
-                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                thread = threading.Thread(target=self._serve, name="rankless-collectives", daemon=True)
                 self._threads.append(thread)
                 thread.start()
 

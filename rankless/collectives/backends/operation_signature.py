@@ -64,6 +64,11 @@ def encode_signature(
     return number
 
 
+def sign_reduction(collective: Collective, count: int, number: int, dtype: torch.dtype, root: int | None = None) -> int:
+    """Return the number of a call that reduces values, given the number of its reduction."""
+    return encode_signature(collective, count=count, root=root or 0, dtype=dtype, reduction=number)
+
+
 def fold_lengths(lengths: Sequence[int]) -> int:
     """Return the count of a call with a length for each rank: their sum if they are equal, else a checksum."""
     if min(lengths) == max(lengths):

@@ -34,12 +34,12 @@ class SharedMovement:
         for rank in range(slots.size):
             slots.require_signature(half, signature, rank)
 
-    def compare_calls(self, signature: int, at: int) -> None:
-        """Let rank `at` compare the signatures of all ranks' calls. The others do not wait for it."""
+    def compare_calls(self, signature: int) -> None:
+        """Let the first rank compare the signatures of all ranks' calls. The others do not wait for it."""
         slots, signals = self._slots, self._slots.signals
         half = slots.begin_round((signature,))
         phase = signals.post()
-        if slots.rank == at:
+        if slots.rank == 0:
             signals.wait_for_all(phase)
             for rank in range(slots.size):
                 slots.require_signature(half, signature, rank)

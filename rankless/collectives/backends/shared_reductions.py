@@ -28,9 +28,9 @@ from weakref import WeakMethod, WeakValueDictionary
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from rankless.collectives.backends.memory.shared_region import SharedRegion
-from rankless.collectives.backends.operation_signature import Collective, encode_signature
+from rankless.collectives.backends.operation_signature import Collective, encode_signature, sign_reduction
 from rankless.collectives.backends.reductions import Reduction
+from rankless.collectives.backends.shared_region import SharedRegion
 from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
 
 ONE_SHOT_BYTES = 64 << 10
@@ -189,10 +189,11 @@ class SharedReductions:
         shared = self.tensors.find(tensor) if len(tensor) else None
         if shared is not None and self._all_reduce_shared(tensor, shared, reduction):
             return
+        signature = sign_reduction(Collective.ALL_REDUCE, len(tensor), reduction.number, tensor.dtype)
         if size == 2:
-            self._one_shot(_sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype), tensor, reduction)
+            self._one_shot(signature, tensor, reduction)
         else:
-            self._two_shots(_sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype), tensor, reduction)
+            self._two_shots(signature, tensor, reduction)
 
     def _get_small(self, tensor: torch.Tensor, reduction: Reduction) -> SmallReduction:
         key = (len(tensor), tensor.dtype, reduction.number)
@@ -215,7 +216,7 @@ class SharedReductions:
         if self._slots.size == 1:
             return
         if signature is None:
-            signature = _sign(Collective.REDUCE, len(tensor), reduction, tensor.dtype, root)
+            signature = sign_reduction(Collective.REDUCE, len(tensor), reduction.number, tensor.dtype, root)
         if tensor.nbytes * self._slots.size <= ONE_SHOT_BYTES:
             self._one_shot(signature, tensor, reduction, root=root)
         else:
@@ -231,7 +232,7 @@ class SharedReductions:
         """Reduce and scatter as if no tensor were shared."""
         slots, signals, rank, dtype = self._slots, self._slots.signals, self._slots.rank, output.dtype
         width = slots.region_bytes // output.element_size()
-        signature = _sign(Collective.REDUCE_SCATTER, sum(map(len, inputs)), reduction, dtype)
+        signature = sign_reduction(Collective.REDUCE_SCATTER, sum(map(len, inputs)), reduction.number, dtype)
         first = True
         for start, end in split_rounds(max(map(len, inputs)), width):
             half = slots.begin_round((signature, 0) if first else ())
@@ -307,7 +308,7 @@ class SharedReductions:
     def _all_reduce_shared(self, tensor: torch.Tensor, shared: SharedTensor, reduction: Reduction) -> bool:
         """See note [shared tensors]. Returns False if a rank passes another tensor; nothing has then been changed."""
         slots, signals, rank = self._slots, self._slots.signals, self._slots.rank
-        signature = _sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype)
+        signature = sign_reduction(Collective.ALL_REDUCE, len(tensor), reduction.number, tensor.dtype)
         if not self._begin_shared(signature, shared):
             return False
         first, last = split_shares(len(tensor), slots.size)[rank]
@@ -326,7 +327,7 @@ class SharedReductions:
     def _reduce_scatter_shared(self, output: torch.Tensor, shared: SharedTensor, reduction: Reduction) -> bool:
         """See note [shared tensors]. Returns False if a rank passes another tensor; nothing has then been changed."""
         signals, count, size = self._slots.signals, len(output), self._slots.size
-        signature = _sign(Collective.REDUCE_SCATTER, count * size, reduction, output.dtype)
+        signature = sign_reduction(Collective.REDUCE_SCATTER, count * size, reduction.number, output.dtype)
         if not self._begin_shared(signature, shared):
             return False
         first = self.rank * count
@@ -352,7 +353,3 @@ class SharedReductions:
     def _require_same(self, half: int, signature: int) -> None:
         for rank in range(self._slots.size):
             self._slots.require_signature(half, signature, rank)
-
-
-def _sign(collective: Collective, count: int, reduction: Reduction, dtype: torch.dtype, root: int | None = None) -> int:
-    return encode_signature(collective, count=count, root=root or 0, dtype=dtype, reduction=reduction.number)

@@ -25,10 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.memory.peer_liveness import PeerProcesses
+from rankless.collectives.backends.group_failure import Membership, make_error, make_forked_error
+from rankless.collectives.backends.peer_liveness import PeerProcesses
 from rankless.config.resource_limits import core_count
-from rankless.errors import CollectiveError
 from rankless.records.group_failures import (
     FAILURE_OFFSET,
     GROUP_MARK,
@@ -308,11 +307,7 @@ class GroupSignals:
     def check(self) -> None:
         """Raise the `CollectiveError` that says why the group cannot be used, if it cannot."""
         if self.is_forked:
-            raise CollectiveError(
-                expected="collectives only in the process that has joined the group",
-                found="a call in a process that it has forked",
-                fix="make the call in the parent process, or create a group of the new processes",
-            )
+            raise make_forked_error()
         if self.is_closed:
             raise make_error(encode_failure(FailureKind.CLOSED, self.rank), self.member)
         if word := self.words[_FAILURE]:

@@ -69,7 +69,7 @@ class InputHolders(NamedTuple):
     Args:
         held: Those that every worker has.
         owners: The worker of each other one.
-        copies: The workers with copies of it; see Note [copies of pieces].
+        copies: The workers with copies of it; see Note [copies of shards].
     """
 
     held: frozenset[str]

@@ -55,7 +55,7 @@ class PipelineStep:
     uses: Mapping[ValueKey, int]
     outputs: tuple["StepOutput", ...]
     shared: tuple[int, ...]
-    """The number of one input in each memory that workers share; see Note [pieces in one memory]."""
+    """The number of one input in each memory that workers share; see Note [shards in one memory]."""
     draws: RandomDraws
     worker: int
     workers: int

@@ -48,7 +48,7 @@ from rankless.compiler.scheduling.parameter_gathers import (
 )
 from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
-from rankless.ownership.piece_layout import PieceLayout
+from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard
 
@@ -226,7 +226,7 @@ class StepBuilder:
             is_owned = is_gradient and described.name in self._owned
             is_late_check = described.kind == "check" and self._partition.phases[node.name] != "free"
             is_shared = not is_owned and (described.kind != "check" or is_late_check)
-            shape = self._storage.get_piece_shape(described.name, value, self._worker) if is_gradient else value.shape
+            shape = self._storage.get_shard_shape(described.name, value, self._worker) if is_gradient else value.shape
             earlier = first.setdefault(node.name, number) if is_shared and described.kind != "gradient" else number
             found.append(
                 StepOutput(
@@ -393,7 +393,7 @@ class StageGathers:
         partition = data_flow.partition
         self._axis = storage.axis
         self._names: dict[str, str] = {}
-        self._layouts: dict[str, PieceLayout] = {}
+        self._layouts: dict[str, ShardLayout] = {}
         self._values: dict[str, LogicalValue] = {}
         for local, described in partition.graphs[0].inputs:
             placement = storage.values.get(described.name)

@@ -25,7 +25,7 @@ from rankless.compiler.scheduling.gradient_memory import (
 )
 from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
+from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ class GradientOutput:
     value: LogicalValue
     name: str
     layout: GradientLayout
-    pieces: PieceLayout | None = None
+    pieces: ShardLayout | None = None
     """How it is divided between the workers along an axis, if each of them keeps only its piece."""
     is_scattered: bool = False
     """Whether the workers along that axis have terms of it, whose sum gives each its piece."""
@@ -118,7 +118,7 @@ class ScatteredBucket:
         self,
         axes: tuple[MeshAxis, ...],
         axis: MeshAxis,
-        pieces: PieceGroup,
+        pieces: ShardGroup,
         memory: FlatMemory,
         staging: StagingMemory,
     ) -> None:
@@ -127,7 +127,7 @@ class ScatteredBucket:
         self._pieces = pieces
         self._memory = memory
         self._staging = staging
-        self._layouts = tuple(make_piece_layout(layout, axis.rank) for layout in pieces.layouts)
+        self._layouts = tuple(make_shard_layout(layout, axis.rank) for layout in pieces.layouts)
         self._written: Tensor | None = None
         """The staging memory, if an operator writes its gradient there."""
         self._work: dist.Work | None = None
@@ -178,9 +178,9 @@ class ScatteredBucket:
         return [view.detach() for view in self._memory.get_views(self._layouts)]
 
 
-def make_piece_layout(layout: PieceLayout, rank: int) -> GradientLayout:
+def make_shard_layout(layout: ShardLayout, rank: int) -> GradientLayout:
     """Return the layout of one worker's piece of a gradient."""
-    return GradientLayout(layout.piece_shape(rank), layout.piece_strides(rank))
+    return GradientLayout(layout.shard_shape(rank), layout.shard_strides(rank))
 
 
 def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: StateStorage | None = None) -> LocalGraph:
@@ -269,8 +269,8 @@ def add_own_memory(
     if gradient.pieces is None or storage.axis is None:
         return graph.call_function(EnsureOwnMemory(gradient.layout, is_shared), (value,))
     if not is_piece:
-        value = graph.call_function(gradient.pieces.get_piece, (value, storage.axis.rank))
-    layout = make_piece_layout(gradient.pieces, storage.axis.rank)
+        value = graph.call_function(gradient.pieces.get_shard, (value, storage.axis.rank))
+    layout = make_shard_layout(gradient.pieces, storage.axis.rank)
     return graph.call_function(EnsureOwnMemory(layout, is_shared=True), (value,))
 
 
@@ -281,7 +281,7 @@ def make_bucket(
     first, memory = group[0], storage.memory
     axis, layouts = storage.axis, [gradient.pieces for gradient in group if gradient.pieces is not None]
     if first.is_scattered and axis is not None:
-        pieces = PieceGroup(tuple(layouts), axis.size)
+        pieces = ShardGroup(tuple(layouts), axis.size)
         flat = memory.get(number, pieces.chunk_size, first.value)
         return ScatteredBucket(first.axes, axis, pieces, flat, memory.staging)
     whole = tuple(gradient.layout for gradient in group)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rankless.collectives.backends.group_memory import allocate_reduced
 from rankless.compiler.ir.logical_program import LogicalValue
-from rankless.ownership.piece_layout import is_dense
+from rankless.ownership.shard_layout import is_dense
 from rankless.parallel.mesh import WorkerGroup
 
 

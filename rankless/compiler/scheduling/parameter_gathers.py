@@ -11,7 +11,7 @@ This is what FSDP does for modules that a script names (Zhao et al., VLDB 2023),
 Copy results that lie in memory of parameters which workers share: the next step changes it.
 
 A gathered parameter is fresh in each call, and a program that returns it may as well return its memory. Shared memory
-of parameters must not leave the program; see Note [pieces in one memory]. Gradients have memory of their own already.
+of parameters must not leave the program; see Note [shards in one memory]. Gradients have memory of their own already.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.host_memory import copy_to_device
-from rankless.ownership.piece_layout import PieceGroup, PieceLayout, group_in_order
+from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
 
 aten = torch.ops.aten
@@ -44,14 +44,14 @@ StartedGather = tuple[Tensor, Tensor, dist.Work | None]
 class GatherOfParameters:
     """One gather of a group of parameters to a device, as two nodes of a local program."""
 
-    def __init__(self, axis: MeshAxis, pieces: PieceGroup, device: torch.device) -> None:
+    def __init__(self, axis: MeshAxis, pieces: ShardGroup, device: torch.device) -> None:
         self._axis = axis
         self._pieces = pieces
         self._device = device
 
     def start(self, *pieces: Tensor) -> StartedGather:
         """Begin to gather this worker's pieces, which may lie on the host, and those of the others."""
-        chunk = self._pieces.join_pieces([copy_to_device(piece, self._device) for piece in pieces])
+        chunk = self._pieces.join_shards([copy_to_device(piece, self._device) for piece in pieces])
         flat = chunk.new_empty(self._pieces.flat_size)
         return flat, chunk, start_all_gather(flat, chunk, among=self._axis)
 
@@ -132,7 +132,7 @@ def count_bytes(value: LogicalValue) -> int:
     return value.numel() * value.element_size()
 
 
-def list_uses(graph: fx.Graph, layouts: dict[fx.Node, PieceLayout]) -> list[ParameterUse]:
+def list_uses(graph: fx.Graph, layouts: dict[fx.Node, ShardLayout]) -> list[ParameterUse]:
     """Return all uses of stored parameters in the order of the graph."""
     positions = {node: place for place, node in enumerate(graph.nodes)}
     uses = []
@@ -192,7 +192,7 @@ def group_values(
 def add_gathers(
     graph: fx.Graph,
     groups: Sequence[Sequence[GatheredValue]],
-    layouts: dict[fx.Node, PieceLayout],
+    layouts: dict[fx.Node, ShardLayout],
     values: dict[fx.Node, LogicalValue],
     axis: MeshAxis,
 ) -> None:
@@ -201,7 +201,7 @@ def add_gathers(
     first = next(node for node in nodes if node.op != "placeholder")
     before_first = [nodes[group[0].position] for group in groups]
     for number, group in enumerate(groups):
-        pieces = PieceGroup(tuple(layouts[item.parameter] for item in group), axis.size)
+        pieces = ShardGroup(tuple(layouts[item.parameter] for item in group), axis.size)
         gather = GatherOfParameters(axis, pieces, values[group[0].parameter].device)
         with graph.inserting_before(first if number == 0 else before_first[number - 1]):
             started = graph.call_function(gather.start, tuple(item.parameter for item in group))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.scheduling.gradient_memory import GradientLayout, GradientMemory, find_gradient_layout
-from rankless.ownership.piece_layout import PieceLayout, make_dense_strides, order_dims
+from rankless.ownership.shard_layout import ShardLayout, make_dense_strides, order_dims
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Shard, Sharding, compute_local_shape
 
@@ -34,7 +34,7 @@ class StateStorage:
     owned: Mapping[str, Shard] = field(default_factory=dict)
     """The states that only the worker of their stage has, with their gradients, as the axis `pipeline` divides them."""
     copies: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """The workers along the axis `pipeline` that have copies of these states; see Note [copies of pieces]."""
+    """The workers along the axis `pipeline` that have copies of these states; see Note [copies of shards]."""
     memory: GradientMemory = field(default_factory=GradientMemory)
     """The memory of gradients, which the programs of a job share."""
 
@@ -59,7 +59,7 @@ class StateStorage:
         sharding = self.shardings.get(name)
         return tuple(value.shape if sharding is None else compute_local_shape(value.shape, sharding, self.ranks))
 
-    def get_piece_shape(self, name: str, value: LogicalValue, stage_worker: int) -> tuple[int, ...]:
+    def get_shard_shape(self, name: str, value: LogicalValue, stage_worker: int) -> tuple[int, ...]:
         """Return the shape of what a worker holds of a gradient.
 
         Args:
@@ -83,12 +83,12 @@ class StateStorage:
         """
         return next((worker for worker, length in enumerate(self.owned[name].lengths) if length), None)
 
-    def make_layout(self, name: str, value: LogicalValue, placement: Shard) -> PieceLayout:
+    def make_layout(self, name: str, value: LogicalValue, placement: Shard) -> ShardLayout:
         """Return how what a program uses of a dense state is divided between the workers along the axis."""
         shape = tuple(map(int, self.get_own_shape(name, value)))
-        return PieceLayout(shape, order_dims(value.strides), placement)
+        return ShardLayout(shape, order_dims(value.strides), placement)
 
-    def find_gradient_layout(self, program: LogicalProgram, name: str, value: LogicalValue) -> PieceLayout | None:
+    def find_gradient_layout(self, program: LogicalProgram, name: str, value: LogicalValue) -> ShardLayout | None:
         """Return how the gradient of a parameter is divided; None for a whole one.
 
         Args:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rankless.checkpoint.incremental.omitted_rows import are_rows_left_out
+from rankless.checkpoint.content import are_rows_left_out
 from rankless.errors import TableError
 from rankless.extensions.servers.captured_lookups import CapturedLookups
 from rankless.extensions.servers.table_training import TableTraining
@@ -177,7 +177,7 @@ class Embedding(ExtensionModule):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return the table as tensors and numbers, for `state_dict`."""
-        # Rows that another worker saves stay where they are; see Note [rows of a save] in `omitted_rows`.
+        # Rows that another worker saves stay where they are; see Note [rows of a save] in `content`.
         store = Table(self._table.settings) if are_rows_left_out() else self._table
         contents = vars(store.contents())
         values = {

@@ -12,10 +12,9 @@ from rankless.compiler.tensor_parallel import WHOLE, DimRequest, TensorDivider
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.definition import JobDefinition
-from rankless.ownership.optimizer_pieces import READS_WHOLE, list_parameters
+from rankless.ownership.optimizer_shards import READS_WHOLE, list_parameters
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.module_placements import list_placed
-from rankless.parallel.plan import Plan
+from rankless.parallel.plan import Plan, list_placed
 from rankless.parallel.tensor_placement import BlockedShard, Shard, find_only_rank
 from rankless.records.parallel_plan import StateDivision
 
@@ -129,16 +128,9 @@ def read_annotations(tensors: Mapping[str, Tensor], job: JobDefinition, axis: Me
         for module_name, module, placements in list_placed(root, axis.role):
             own = dict(module.named_parameters())
             for pattern, placement in placements.items():
-                matched = [item for name, item in own.items() if is_match(name, pattern) and id(item) in names]
-                if not matched:
-                    raise ConfigError(
-                        expected=f"in rankless.place names of parameters of {root_name}.{module_name}, such as "
-                        f"{next(iter(own), '')!r}",
-                        found=f"{pattern!r}, which matches none of {len(own)}",
-                        fix="correct the name; print([name for name, _ in module.named_parameters()]) shows all",
-                        where=job.line,
-                    )
-                for item in matched:
+                what = f"rankless.place names of parameters of {root_name}.{module_name}"
+                for matched in match_names(pattern, own, what, "module", job):
+                    item = own[matched]
                     found[names[id(item)]] = read_request(placement, names[id(item)], item, job, axis)
     return found
 
@@ -157,18 +149,31 @@ def read_requests(
     option = "experts" if axis.role == "expert" else "tensor"
     found: dict[str, DimRequest] = {}
     for pattern, placement in given.items():
-        matched = [name for name in tensors if is_match(name, pattern)]
-        if not matched:
-            raise ConfigError(
-                expected=f"in {option}= patterns for parameters of job {job.name!r}, such as "
-                f"{next(iter(tensors), '')!r}",
-                found=f"{pattern!r}, which matches none of {len(tensors)}",
-                fix="correct the name; print([name for name, _ in model.named_parameters()]) shows all",
-                where=job.line,
-            )
-        for name in matched:
+        what = f"{option}= patterns for parameters of job {job.name!r}"
+        for name in match_names(pattern, tensors, what, "model", job):
             found[name] = read_request(placement, name, tensors[name], job, axis)
     return found
+
+
+def match_names(pattern: str, known: Mapping[str, Tensor], what: str, owner: str, job: JobDefinition) -> list[str]:
+    """Return the names of parameters that a pattern matches. Raises `ConfigError` if it matches none.
+
+    Args:
+        pattern: The pattern.
+        known: The parameters by name.
+        what: What the pattern is, for the error.
+        owner: What has the parameters in the script, for the error.
+        job: The job.
+    """
+    matched = [name for name in known if is_match(name, pattern)]
+    if not matched:
+        raise ConfigError(
+            expected=f"in {what}, such as {next(iter(known), '')!r}",
+            found=f"{pattern!r}, which matches none of {len(known)}",
+            fix=f"correct the name; print([name for name, _ in {owner}.named_parameters()]) shows all",
+            where=job.line,
+        )
+    return matched
 
 
 def read_request(placement: object, name: str, parameter: Tensor, job: JobDefinition, axis: MeshAxis) -> DimRequest:

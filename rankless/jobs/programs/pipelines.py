@@ -1,7 +1,8 @@
-"""Compile the programs of a job for the axis `pipeline` of the mesh."""
+"""Compile the programs of a job for the axis `pipeline`, and choose the workers of its stages and parameters."""
 
+import math
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 
 from torch import Tensor, nn
 
@@ -12,7 +13,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.pipeline_parallel.measured_work import measure_work
 from rankless.compiler.pipeline_parallel.options import PipelineOptions
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
-from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, make_schedule
+from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, StageWorkers, make_schedule
 from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
 from rankless.compiler.pipeline_parallel.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -21,25 +22,87 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.stage_assignment import count_microbatches, find_stage_workers
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
-from rankless.parallel.plan import Plan
+from rankless.parallel.plan import MICROBATCHES_PER_WORKER, Plan
 from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
+
+MOST_TURNS = 4
+"""So many times as many microbatches as workers of a kind a batch has by default, at most."""
+
+
+def find_stage_workers(axis: MeshAxis, stages: int) -> StageWorkers:
+    """Return the workers of each stage.
+
+    Args:
+        axis: The axis `pipeline`.
+        stages: The number of stages. Where workers are heterogeneous it is the number of their kinds.
+    """
+    if axis.stage_workers:
+        return StageWorkers(axis.stage_workers)
+    return StageWorkers.alternate(stages=stages, workers=axis.size)
+
+
+def count_microbatches(plan: Plan, axis: MeshAxis) -> int:
+    """Return the number of microbatches of a batch with enough samples.
+
+    Heterogeneous workers have by default two each, and all workers of a kind have as many, if that takes not too many.
+
+    Args:
+        plan: The plan of a job.
+        axis: The axis `pipeline`.
+    """
+    if not axis.stage_workers or plan.microbatches is not None:
+        return plan.count_microbatches(axis.size)
+    sizes = [len(workers) for workers in axis.stage_workers]
+    wanted, common = MICROBATCHES_PER_WORKER * max(sizes), math.lcm(*sizes)
+    return wanted if common > MOST_TURNS * max(sizes) else -(-wanted // common) * common
+
+
+def choose_owner(tensor: Tensor, stage: int, axis: MeshAxis, owners: MutableMapping[Tensor, int]) -> int:
+    """Return the worker that has a parameter: of the workers of its stage the one with the fewest bytes.
+
+    Args:
+        tensor: The parameter.
+        stage: Its stage.
+        axis: The axis `pipeline`.
+        owners: The workers of parameters, which gets this one's.
+    """
+    if tensor not in owners:
+        loads = count_loads(owners)
+        workers = axis.stage_workers[stage] if axis.stage_workers else (stage % axis.size,)
+        owners[tensor] = min(workers, key=lambda worker: loads.get(worker, 0))
+    return owners[tensor]
+
+
+def choose_copies(owner: int, workers: Sequence[int]) -> tuple[int, ...]:
+    """Return the workers with copies of what one worker has, so that it may be lost: the next one of its kind, if any.
+
+    Args:
+        owner: The worker that has it.
+        workers: The workers of its kind.
+    """
+    after = workers[(workers.index(owner) + 1) % len(workers)]
+    return () if after == owner else (after,)
+
+
+def count_loads(owners: Mapping[Tensor, int]) -> dict[int, int]:
+    """Return the bytes of the parameters of each worker."""
+    loads: dict[int, int] = {}
+    for tensor, worker in owners.items():
+        loads[worker] = loads.get(worker, 0) + tensor.numel() * tensor.element_size()
+    return loads
 
 
 class Pipelines:
-    """Cuts the programs of one job into stages. Jobs that share parameters have the stages of the first one.
-
-    Attributes:
-        axis (MeshAxis | None): The axis of the mesh; None if it has none.
-    """
+    """Cuts the programs of one job into stages. Jobs that share parameters have the stages of the first one."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
         self._job = job
         self._world = world
         self._plan = job.plan or Plan()
-        self.axis: MeshAxis | None = find_pipeline_axis(world.mesh)
+        self.axis = find_pipeline_axis(world.mesh)
+        """The axis `pipeline` of the mesh; None if it has none."""
 
     def _count_stages(self, known: Collection[int]) -> int:
         """Return the number of stages: as many as an earlier job has, or as the plan says."""

@@ -5,7 +5,7 @@ the programs for its shapes, and programs for varying sizes. Guards decide wheth
 """
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -29,21 +29,15 @@ from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_leaf_names, get_shapes
 from rankless.jobs.definition import JobDefinition
-from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs
-from rankless.jobs.programs.cache_entries import (
-    MAX_PROGRAMS,
-    CacheEntry,
-    CacheLookup,
-    find_fitting,
-    move_to_front,
-)
+from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs, find_storage
 from rankless.jobs.programs.pipelines import Pipelines
 from rankless.jobs.programs.program_records import ProgramNotices
-from rankless.jobs.programs.storage_by_owner import find_storage
 from rankless.jobs.programs.varying_sizes import (
+    ArgumentDim,
     Shapes,
     SizeConstraints,
     SizeGuards,
+    SizeHistory,
     describe_failure,
     find_fixing_line,
     list_namespaces,
@@ -56,6 +50,60 @@ from rankless.jobs.programs.varying_sizes import (
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.encoding import encode_msgpack
+
+MAX_PROGRAMS = 16
+"""Programs kept per entry and shapes, the most recently used."""
+
+
+@dataclass
+class CacheEntry:
+    """The programs of calls that differ only in sizes."""
+
+    history: SizeHistory = field(default_factory=SizeHistory)
+    by_shapes: dict[Shapes, list[BoundProgram]] = field(default_factory=dict)
+    varying: list[BoundProgram] = field(default_factory=list)
+    """Programs for varying sizes. `by_shapes` holds them too, under the shapes seen so far."""
+    failures: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLookup:
+    """A call with its logical shapes and shardings, and the cache entry that it belongs to."""
+
+    arguments: FlattenedArguments
+    shapes: Shapes
+    shardings: tuple[Sharding, ...]
+    entry: CacheEntry
+    known: BoundProgram | None
+    """The valid program for it, if there is one."""
+
+    def stale_guard(self) -> Guard | None:
+        """Return a guard that failed, so that a program for these shapes is no longer valid."""
+        programs = (*self.entry.by_shapes.get(self.shapes, ()), *self.entry.varying)
+        return next((bound.captured.guards.first_failing() for bound in programs), None)
+
+    def varying(self) -> tuple[tuple[ArgumentDim, ...], ...]:
+        """Return the dims with varying sizes, except those that a sharding splits unevenly."""
+        uneven = {
+            (number, dim)
+            for number, (sharding, shape) in enumerate(zip(self.shardings, self.shapes, strict=True))
+            for dim in list_uneven_dims(sharding, shape)
+        }
+        return tuple(group for group in self.entry.history.groups(self.shapes) if not uneven.intersection(group))
+
+
+def find_fitting(entry: CacheEntry, shapes: Shapes) -> BoundProgram | None:
+    """Return a valid program for varying sizes that fits these shapes."""
+    for bound in entry.varying:
+        if bound.varying_sizes is not None and bound.varying_sizes.fits(shapes) and bound.is_valid:
+            return bound
+    return None
+
+
+def move_to_front(programs: list[BoundProgram], used: BoundProgram) -> None:
+    """Move the used program to the front and drop the oldest, so that changing values cannot fill memory."""
+    programs[:] = [used, *(other for other in programs if other is not used)][:MAX_PROGRAMS]
+
 
 WARN_AFTER_VALUES = 3
 """Number of values of one argument after which the user is warned."""

@@ -13,7 +13,7 @@ from rankless.compiler.capture.global_modes import clear_autocast_cache
 from rankless.compiler.capture.results import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
-from rankless.data.shared_reading.reader_tensor import ReaderTensor
+from rankless.data.reader_tensor import ReaderTensor
 from rankless.deferred_models.building import find_deferred, materialize_tensors
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.arguments import (
@@ -21,16 +21,14 @@ from rankless.jobs.arguments import (
     find_refused_argument,
     get_shardings,
 )
-from rankless.jobs.call_fingerprint import RandomStates, format_call
+from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
-from rankless.jobs.call_sync import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, ModuleTensorReferences, collect_inputs, find_slot
-from rankless.jobs.programs.cache_entries import CacheLookup
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
-from rankless.jobs.programs.program_cache import ProgramCache, ProgramRun
+from rankless.jobs.programs.program_cache import CacheLookup, ProgramCache, ProgramRun
 
 
 class ConsistentView:

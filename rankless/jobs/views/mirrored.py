@@ -30,7 +30,7 @@ from rankless.compiler.capture.results import map_result
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.call_sync import CallSync
+from rankless.jobs.call_agreement import CallSync
 from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.model_sync import require_usable_models
 from rankless.torch_versions import find_parameter
@@ -84,7 +84,7 @@ class MirroredView:
         results = (
             self._run_all_elements(args, kwargs, elements, seed) if alone else self._run_own_element(args, kwargs, seed)
         )
-        self._world.owner.begin_call()  # the job may have changed parameters of which this worker has a piece
+        self._world.owner.begin_call()  # the job may have changed parameters of which this worker has a shard
         loss = compute_mean_loss(results) if self._job.trains else None
         return CallResult(results, loss=loss, parameters=parameters)
 

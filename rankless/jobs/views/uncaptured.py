@@ -5,7 +5,7 @@ that add in no fixed order, clocks and files can break that. After each call the
 call computed: results, loss, gradients, and the parameters and buffers that it changed. If anything differs, every rank
 takes rank 0's, and the script is warned once.
 
-A later view may split such a job. It can take the place of this one in `rankless.jobs.views.view_start.make_view`.
+A later view may split such a job. It can take the place of this one in `rankless.jobs.views.view_choice.make_view`.
 """
 
 import zlib
@@ -27,8 +27,7 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import RanksDiverged
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.call_fingerprint import RandomStates, format_call
-from rankless.jobs.call_sync import CallSync
+from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
@@ -38,7 +37,7 @@ SENT_TYPES = (bool, int, float, str, numpy.generic)
 """Types of plain results that rank 0 sends, if ranks computed other values."""
 
 
-class WholeBatchView:
+class UncapturedView:
     """Runs one job on every rank of a mesh, each time with the whole batch."""
 
     def __init__(self, job: JobDefinition, world: World) -> None:
@@ -73,7 +72,7 @@ class WholeBatchView:
         whole = [item.whole() if isinstance(item, LogicalTensor) else item for item in arguments.tensors]
         outcome = self._plain.run(replace(arguments, tensors=tuple(whole)))
         self._world.mesh.check_sync_point_again()
-        owner.begin_call()  # the job may have changed parameters of which this worker has a piece
+        owner.begin_call()  # the job may have changed parameters of which this worker has a shard
         pairs = zip(list_versions(states), versions, strict=True)
         outcome = self._make_equal(outcome, states, [after != before for after, before in pairs])
         self._sync.record_states(states, states)

@@ -19,7 +19,7 @@ def measure_job_memory(job: JobDefinition, owner: StateOwner, plan: JobPlan | No
 
     Args:
         job: The job.
-        owner: Knows of which tensors this worker has only a piece.
+        owner: Knows of which tensors this worker has only a shard.
         plan: How the job is divided, if it is.
     """
     parameters = job.parameters()
@@ -36,7 +36,7 @@ def measure_job_memory(job: JobDefinition, owner: StateOwner, plan: JobPlan | No
 def list_gradients(job: JobDefinition, owner: StateOwner, plan: JobPlan | None) -> list[Tensor | None]:
     """Return the gradients that this worker has, or tensors of their sizes.
 
-    If workers have pieces of gradients, a script finds none in `.grad`. Then each parameter that an optimizer steps
+    If workers have shards of gradients, a script finds none in `.grad`. Then each parameter that an optimizer steps
     stands for its gradient if a worker has this whole.
     """
     hides = plan is not None and any(state.gradient for state in plan.states.values())

@@ -4,13 +4,17 @@ Note [value probes]: the program is lowered once more, with a probe after every 
 gathers the value and records a few numbers of it. Operators, collectives and their order are unchanged, so a fault
 shows in the value where it begins. On one worker the same logical program runs whole. It is functional and the random
 state is restored, so the plain call that follows is unchanged.
+
+Each rank writes a file of values, each value in a few numbers.
 """
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import all_gather
@@ -22,49 +26,96 @@ from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.scheduling.state_storage import StateStorage
+from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
+from rankless.config.run_config import InspectedCall
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_shardings
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Replicate, Sharding
-from rankless.records.recorded_calls import Role
+from rankless.parallel.tensor_placement import Replicate, Sharding, compute_local_shape
+from rankless.records.recorded_calls import ComputedValue, Role, encode_result, values_file
 from rankless.user_code import user_line
-from rankless.verify.recording.inspected_call_recorder import InspectedCallRecorder, gather_whole
+from rankless.verify.recording.tensor_sketch import Sketcher
 
 
 class ValueInspector:
-    """Inspects one job call: implements `context.world.CallInspector` with a recorder of values."""
+    """Inspects one job call: implements `context.world.CallInspector` with one rank's file of values."""
 
-    def __init__(self, recorder: InspectedCallRecorder) -> None:
-        self._recorder = recorder
+    def __init__(self, folder: str, rank: int, inspected: InspectedCall) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self._stream = values_file(folder, rank).open("wb")
+        self._inspected = inspected
+        self._calls = 0
+        self._sketches = Sketcher()
 
     def count_call(self, job: str) -> bool:
-        """Count a call of a job, and return whether it is the call to inspect."""
-        return self._recorder.count_call(job)
+        """Count a call of a job, and return whether it is the one to inspect."""
+        self._calls += job == self._inspected.job
+        return job == self._inspected.job and self._calls == self._inspected.call
 
     def instrument(
         self, program: LocalProgram, world: World
     ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
         """Return a program that also records its values, for the call that runs now."""
-        return add_probes(program.sharded, program.storage.with_new_memory(), world.mesh, self._recorder)
+        return add_probes(program.sharded, program.storage.with_new_memory(), world.mesh, self)
 
     def run_alongside(self, job: JobDefinition, world: World, arguments: FlattenedArguments) -> None:
-        """Run the job's logical program on one worker and record its values, without side effects."""
-        run_alongside(job, world, arguments, self._recorder)
+        """Run the job's logical program whole on one worker and record its values, without side effects."""
+        world.joint.join_job(job, world).repeat_call("rankless verify searches for the first value that differs")
+        programs = ProgramCache(job, world)
+        bound = programs.capture_exactly(programs.look_up(arguments, get_shardings(arguments, world.mesh)))
+        states = save_generators(bound.captured.program.generators)
+        sources = bound.sources
+        values = sources.collect([arguments.tensors[number] for number in sources.arguments])
+        # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
+        sharded = propagate_shardings(bound.captured.program, [(Replicate(),)] * len(arguments.tensors), [1])
+        add_probes(sharded, StateStorage(), world.mesh, self)(values, ())
+        restore_generators(states)
 
     def record_plain(self, job: JobDefinition, result: Any) -> None:
-        """Record the results of the plain call."""
-        record_plain(job, result, self._recorder)
+        """Record the results of the plain call under the names of the program's outputs."""
+        found: dict[str, Tensor] = {}
+        leaves = [leaf for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)]
+        for index, leaf in enumerate(leaves, start=int(job.trains)):
+            found[format_output_name("result", f"result {index}")] = leaf
+        if job.trains:
+            found |= get_plain_gradients(job)
+        for name, tensor in found.items():
+            self.record("plain", name, tensor, operator="", line=job.line, inputs=())
+
+    def record(
+        self, role: Role, name: str, tensor: Tensor, *, operator: str, line: str, inputs: tuple[str, ...]
+    ) -> None:
+        """Record a whole value."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        value = ComputedValue(
+            role, name, operator, line, dtype, tuple(tensor.shape), self._sketches.sketch(tensor), inputs
+        )
+        self._stream.write(encode_result(value))
+        self._stream.flush()
+
+
+def gather_whole(local: Tensor, shape: Sequence[int], sharding: Sharding, mesh: Mesh) -> Tensor:
+    """Return a value of this shape gathered from all ranks' shards; a replicated value stays as this rank has it."""
+    ranks = [axis.rank for axis in mesh.axes]
+    for number, (axis, placement) in reversed(list(enumerate(zip(mesh.axes, sharding, strict=True)))):
+        if not isinstance(placement, Replicate) and axis.size > 1:
+            together = compute_local_shape(shape, sharding[:number], ranks[:number])
+            gather = Redistribution(axis, placement, Replicate())
+            # Not every backend gathers booleans.
+            sent = local.to(torch.uint8) if local.dtype == torch.bool else local
+            local = gather(sent, *gather.list_lengths(together)).to(local.dtype)
+    return local
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValueProbe:
     """A step of a program that records one value."""
 
-    recorder: InspectedCallRecorder
+    recorder: ValueInspector
     mesh: Mesh
     shape: tuple[int, ...]
     sharding: Sharding
@@ -90,7 +141,7 @@ class ValueProbe:
 
 
 def add_probes(
-    sharded: ShardedProgram, storage: StateStorage, mesh: Mesh, recorder: InspectedCallRecorder
+    sharded: ShardedProgram, storage: StateStorage, mesh: Mesh, recorder: ValueInspector
 ) -> Callable[[Sequence[Tensor], Sequence[int]], Sequence[Tensor]]:
     """Return a program with the same results that also records its values; call it for the current call only."""
     logical = sharded.logical
@@ -127,7 +178,7 @@ def add_probes(
 
 
 def insert_probes(
-    lowering: LoweringPass, local: LocalGraph, mesh: Mesh, recorder: InspectedCallRecorder, call_line: str
+    lowering: LoweringPass, local: LocalGraph, mesh: Mesh, recorder: ValueInspector, call_line: str
 ) -> None:
     """Add a probe after each value of a local graph.
 
@@ -165,7 +216,7 @@ def get_shape(node: fx.Node) -> tuple[int, ...]:
 def gather_output(
     output: Tensor, described: ProgramOutput, storage: StateStorage, mesh: Mesh, shape: Sequence[int]
 ) -> Tensor:
-    """Return an output, of this shape, as a whole, if this rank has a piece of it."""
+    """Return an output, of this shape, as a whole, if this rank has a shard of it."""
     if described.kind == "gradient" and described.name in storage.shardings:
         return gather_whole(output, shape, storage.shardings[described.name], mesh)
     placement = storage.gradients.get(described.name) if described.kind == "gradient" else None
@@ -186,34 +237,6 @@ def choose_local_values(lowering: LoweringPass) -> list[tuple[fx.Node, Sharding,
             sharding = sharding if sharding in found else next(iter(found))
             chosen.append((node, sharding, found[sharding]))
     return chosen
-
-
-def run_alongside(
-    job: JobDefinition, world: World, arguments: FlattenedArguments, recorder: InspectedCallRecorder
-) -> None:
-    """Run the job's logical program whole on one worker and record its values, without side effects."""
-    world.joint.join_job(job, world).repeat_call("rankless verify searches for the first value that differs")
-    programs = ProgramCache(job, world)
-    bound = programs.capture_exactly(programs.look_up(arguments, get_shardings(arguments, world.mesh)))
-    states = save_generators(bound.captured.program.generators)
-    sources = bound.sources
-    values = sources.collect([arguments.tensors[number] for number in sources.arguments])
-    # Replicate everything, so that only PyTorch's own operators run, and none of Rankless.
-    sharded = propagate_shardings(bound.captured.program, [(Replicate(),)] * len(arguments.tensors), [1])
-    add_probes(sharded, StateStorage(), world.mesh, recorder)(values, ())
-    restore_generators(states)
-
-
-def record_plain(job: JobDefinition, result: Any, recorder: InspectedCallRecorder) -> None:
-    """Record the results of the plain call under the names of the program's outputs."""
-    found: dict[str, Tensor] = {}
-    leaves = [leaf for leaf in flatten_result(result)[0] if isinstance(leaf, Tensor)]
-    for index, leaf in enumerate(leaves, start=int(job.trains)):
-        found[format_output_name("result", f"result {index}")] = leaf
-    if job.trains:
-        found |= get_plain_gradients(job)
-    for name, tensor in found.items():
-        recorder.record("plain", name, tensor, operator="", line=job.line, inputs=())
 
 
 def get_plain_gradients(job: JobDefinition) -> Mapping[str, Tensor]:

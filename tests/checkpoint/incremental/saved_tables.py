@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rankless.checkpoint import load
-from rankless.checkpoint.incremental import row_files
+from rankless.checkpoint import load, row_files
 
 
 class TableState:

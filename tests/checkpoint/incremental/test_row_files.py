@@ -15,8 +15,7 @@ import torch
 from checkpoint.incremental.saved_tables import TableState, layer_everything, layers_of, require_loads
 from checkpoint.saved_objects import SOLO, Holder, save
 
-from rankless.checkpoint import load
-from rankless.checkpoint.incremental import row_files
+from rankless.checkpoint import load, row_files
 from rankless.checkpoint.manifest import Manifest, encode_manifest
 from rankless.errors import CheckpointError
 

@@ -11,11 +11,10 @@ import torch
 from collectives.backends.shared_groups import list_open, new_store
 from support.processes import Pool, on_mesh
 
-from rankless.collectives.backends import make_shared_memory_group, shared_group
-from rankless.collectives.backends.memory import shared_region
-from rankless.collectives.backends.memory.peer_liveness import PeerProcesses, ProcessIdentity
-from rankless.collectives.backends.memory.shared_region import WAYS, open_shared_region
-from rankless.collectives.backends.memory.store_exchange import StoreExchange
+from rankless.collectives.backends import make_shared_memory_group, shared_group, shared_region
+from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
+from rankless.collectives.backends.shared_region import WAYS, open_shared_region
+from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.config import shared_memory_support
 from rankless.errors import CollectiveError
 from rankless.parallel.mesh import Mesh

@@ -12,8 +12,7 @@ from support.forked_calls import use_in_a_fork
 from support.processes import on_mesh
 
 from rankless import collectives
-from rankless.collectives.backends import SharedMemoryProcessGroup, register_backend
-from rankless.collectives.backends.memory import shared_region
+from rankless.collectives.backends import SharedMemoryProcessGroup, register_backend, shared_region
 from rankless.collectives.backends.message_transfers import RingLayout
 from rankless.collectives.backends.signals import ControlLayout
 from rankless.collectives.backends.slots import count_slot_bytes

@@ -248,7 +248,7 @@ def list_pieces():
     optimizer = torch.optim.AdamW(model.parameters(), 0.05)
     run(make_job(model, optimizer), load(PAIRS))
     entries = [entry for state in optimizer.state.values() for entry in state.values() if entry.dim()]
-    pieces = [known.partition.piece.detach() for known in [*model.parameters(), *entries]]
+    pieces = [known.partition.shard.detach() for known in [*model.parameters(), *entries]]
     return [piece.contiguous().view(torch.int64).flatten().tolist() for piece in pieces]
 
 

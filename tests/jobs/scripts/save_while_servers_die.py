@@ -11,7 +11,7 @@ import torch
 from server_killer import ServerKiller
 
 import rankless
-from rankless.checkpoint.incremental import row_files
+from rankless.checkpoint import row_files
 
 KILLS, SEED, SAVES = map(int, sys.argv[1:])
 row_files.LEAST_BYTES = 1 << 14  # small tables, so that saves are many

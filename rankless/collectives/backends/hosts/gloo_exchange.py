@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from rankless.collectives.backends.memory.store_exchange import StoreExchange
+from rankless.collectives.backends.store_exchange import StoreExchange
 
 SLICE = timedelta(milliseconds=50)
 """The longest wait before a rank looks whether the group has failed."""

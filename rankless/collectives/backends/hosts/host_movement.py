@@ -62,13 +62,13 @@ class HostMovement:
         self._agreement.compare_within_host(signature)
         host = self._layout.find_host(root)
         if self._layout.host == host:
-            self._copy_within_host(tensor, self._layout.members.index(root), graces=0)
+            self._agreement.copy_within_host(tensor, self._layout.members.index(root), graces=0)
         if self._leaders is not None:
-            self._leaders.broadcast(tensor, host, self._wait_as_leader, signature)
+            self._leaders.broadcast(tensor, host, self._agreement.wait, signature)
         if self._layout.host == host:
             self._agreement.release()
         else:
-            self._copy_within_host(tensor, 0, graces=2)
+            self._agreement.copy_within_host(tensor)
 
     def all_gather(self, value: Tensor, outputs: Sequence[Tensor]) -> None:
         """Copy each rank's bytes into all ranks' `outputs[rank]`. Ranks may have different numbers of bytes."""
@@ -84,12 +84,12 @@ class HostMovement:
             outputs[self.rank].copy_(value)
         counts = [sum(len(outputs[rank]) for rank in members) for members in hosts]
         if self._leaders is not None:
-            blocks = self._leaders.all_gather(torch.cat(own_outputs), counts, self._wait_as_leader, signature)
+            blocks = self._leaders.all_gather(torch.cat(own_outputs), counts, self._agreement.wait, signature)
         else:
             blocks = [torch.empty(count, dtype=torch.uint8, device="cpu") for count in counts]
         for host, (members, block) in enumerate(zip(hosts, blocks, strict=True)):
             if host != own_host and len(block):
-                self._copy_within_host(block, 0, graces=2)
+                self._agreement.copy_within_host(block)
                 for rank, part in zip(members, block.split([len(outputs[rank]) for rank in members]), strict=True):
                     outputs[rank].copy_(part)
         if sum(counts) == counts[own_host]:
@@ -144,16 +144,6 @@ class HostMovement:
 
     def _wait_for_everyone(self, work: Any) -> None:
         self._waits.wait_for_hosts(self._everyone, work, members_wait=False)
-
-    def _copy_within_host(self, data: Tensor, root: int, *, graces: int) -> None:
-        if self._local is not None:
-            with self._waits.wait_for_host(graces):
-                self._local.movement.broadcast(data, root)
-
-    def _wait_as_leader(self, work: Any) -> None:
-        """Wait for other hosts while all ranks of this host wait for the result."""
-        assert self._leaders is not None
-        self._waits.wait_for_hosts(self._leaders.exchange, work, members_wait=True)
 
     def _wait_briefly(self, work: Any) -> None:
         """Wait for other hosts while the ranks of this host may finish the call, and may end."""

@@ -2,7 +2,13 @@
 
 Note [within hosts first]: each host reduces in shared memory into its first rank. The first ranks combine their hosts'
 values, and copy the result to their hosts. Values are combined in the order of ranks within a host, and then in the
-order of hosts. An average is a sum that the first ranks divide.
+order of hosts. An average is a sum that the first ranks divide. For x_k, the values of rank k, and hosts 0, 1, …:
+
+    h_i = x_a + x_b + …      the ranks a < b < … of host i, in its memory
+    y = h_0 + h_1 + …        the first ranks, over the network
+    every rank has y         in the memory of each host
+
+So the network carries the values of one rank for each host, whatever the number of its ranks.
 
 Note [one call]: the first step within a host has the signature of the whole call. The first rank compares those of its
 host's ranks, and then, with the other first ranks, those of the hosts. No rank returns before that.
@@ -27,7 +33,7 @@ from rankless.collectives.backends.hosts.leader_exchange import (
     count_piece_bytes,
 )
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
-from rankless.collectives.backends.operation_signature import Collective, encode_signature, fold_lengths
+from rankless.collectives.backends.operation_signature import Collective, fold_lengths, sign_reduction
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.collectives.backends.slots import split_rounds
@@ -75,7 +81,8 @@ class HostReductions:
 
     def all_reduce(self, tensor: Tensor, reduction: HostReduction) -> None:
         """Replace the values by their reduction over all ranks. See notes [within hosts first] and [pieces]."""
-        self._all_reduce(tensor, reduction, _sign(Collective.ALL_REDUCE, len(tensor), reduction, tensor.dtype))
+        signature = sign_reduction(Collective.ALL_REDUCE, len(tensor), reduction.number, tensor.dtype)
+        self._all_reduce(tensor, reduction, signature)
 
     def _all_reduce(self, tensor: Tensor, reduction: HostReduction, signature: int) -> None:
         """Do it as the call with this signature. See note [one call]."""
@@ -90,9 +97,9 @@ class HostReductions:
             started = None
             if self._leaders is not None:
                 if start == 0 and not is_inline:
-                    self._leaders.compare(signature, self._wait)
+                    self._leaders.compare(signature, self._agreement.wait)
                 started = self._leaders.start_all_reduce(
-                    piece, reduction.combination, self._wait, signature if is_inline else None
+                    piece, reduction.combination, self._agreement.wait, signature if is_inline else None
                 )
             if before is not None:
                 self._finish_piece(*before, reduction)
@@ -104,18 +111,17 @@ class HostReductions:
         if started is not None:
             started()
             self._divide(piece, reduction)
-        self._copy_within_host(piece)
+        self._agreement.copy_within_host(as_bytes(piece))
 
     def reduce(self, tensor: Tensor, reduction: HostReduction, root: int) -> None:
         """Replace the values of rank `root` by their reduction over all ranks. Other ranks keep theirs."""
-        signature = _sign(Collective.REDUCE, len(tensor), reduction, tensor.dtype, root)
+        signature = sign_reduction(Collective.REDUCE, len(tensor), reduction.number, tensor.dtype, root)
         self._all_reduce(tensor if self.rank == root else tensor.clone(), reduction, signature)
 
     def reduce_scatter(self, output: Tensor, inputs: Sequence[Tensor], reduction: HostReduction) -> None:
         """Reduce `inputs[r]` over all ranks for each rank r, into its `output`. The inputs may differ in length."""
-        signature = _sign(
-            Collective.REDUCE_SCATTER, fold_lengths(list(map(len, inputs))), reduction, dtype=output.dtype
-        )
+        count = fold_lengths(list(map(len, inputs)))
+        signature = sign_reduction(Collective.REDUCE_SCATTER, count, reduction.number, output.dtype)
         lengths = [sum(len(inputs[rank]) for rank in members) for members in self._layout.hosts]
         values = torch.cat([inputs[rank] for members in self._layout.hosts for rank in members])
         if not len(values):
@@ -127,13 +133,13 @@ class HostReductions:
         if self._leaders is not None:
             is_inline = max(lengths) * values.element_size() <= INLINE_BYTES
             if not is_inline:
-                self._leaders.compare(signature, self._wait)
+                self._leaders.compare(signature, self._agreement.wait)
             self._leaders.start_reduce_scatter(
-                blocks, reduction.combination, self._wait, signature if is_inline else None
+                blocks, reduction.combination, self._agreement.wait, signature if is_inline else None
             )()
             self._divide(own, reduction)
         if len(own):
-            self._copy_within_host(own)
+            self._agreement.copy_within_host(as_bytes(own))
         else:
             self._agreement.release()
         members = self._layout.members
@@ -145,22 +151,9 @@ class HostReductions:
             with self._waits.wait_for_host():
                 self._local.reductions.reduce(values, reduction.combination, 0, signature=signature)
 
-    def _copy_within_host(self, values: Tensor) -> None:
-        if self._local is not None:
-            with self._waits.wait_for_host(graces=2):
-                self._local.movement.broadcast(as_bytes(values), 0)
-
     def _divide(self, values: Tensor, reduction: HostReduction) -> None:
         if reduction.is_average:
             values.div_(self.size)
-
-    def _wait(self, work: Any) -> None:
-        assert self._leaders is not None
-        self._waits.wait_for_hosts(self._leaders.exchange, work, members_wait=True)
-
-
-def _sign(collective: Collective, count: int, reduction: HostReduction, dtype: torch.dtype, root: int = 0) -> int:
-    return encode_signature(collective, count=count, root=root, dtype=dtype, reduction=reduction.number)
 
 
 class HostAgreement:
@@ -179,21 +172,26 @@ class HostAgreement:
         """Return when all ranks have made the call. Raises `CollectiveError` on all if a rank makes another."""
         self.compare_within_host(signature)
         if self._leaders is not None:
-            self._leaders.compare(signature, self._wait)
+            self._leaders.compare(signature, self.wait)
         self.release()
 
     def compare_within_host(self, signature: int) -> None:
         """Let the first rank of this host compare the calls of the host's ranks. The others do not wait for it."""
         if self._local is not None:
             with self._waits.wait_for_host():
-                self._local.movement.compare_calls(signature, 0)
+                self._local.movement.compare_calls(signature)
 
     def release(self) -> None:
         """Return when the first rank of this host calls this: it knows then that all hosts make the call."""
-        if self._local is not None:
-            with self._waits.wait_for_host(graces=2):
-                self._local.movement.broadcast(torch.zeros(1, dtype=torch.uint8, device="cpu"), 0)
+        self.copy_within_host(torch.zeros(1, dtype=torch.uint8, device="cpu"))
 
-    def _wait(self, work: Any) -> None:
+    def copy_within_host(self, data: Tensor, root: int = 0, *, graces: int = 2) -> None:
+        """Copy the bytes of one of this host's ranks to the others. See note [times of a collective] for the graces."""
+        if self._local is not None:
+            with self._waits.wait_for_host(graces):
+                self._local.movement.broadcast(data, root)
+
+    def wait(self, work: Any) -> None:
+        """Wait for other hosts while all ranks of this host wait for the result."""
         assert self._leaders is not None
         self._waits.wait_for_hosts(self._leaders.exchange, work, members_wait=True)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rankless.collectives.backends.group_failure import FOUND, Membership, make_error
+from rankless.collectives.backends.group_failure import FOUND, Membership, make_error, make_forked_error
 from rankless.collectives.backends.hosts.gloo_exchange import ExchangeTimeout, GlooExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.shared_group import SharedGroup
@@ -112,11 +112,7 @@ class HostWaits:
             except CollectiveError as error:
                 self.fail(error)
         if self.is_forked:
-            raise CollectiveError(
-                expected="collectives only in the process that has joined the group",
-                found="a call in a process that it has forked",
-                fix="make the call in the parent process, or create a group of the new processes",
-            )
+            raise make_forked_error()
         if self._is_closed:
             raise make_error(encode_failure(FailureKind.CLOSED, self.member.rank), self.member)
         if self._error is not None:

@@ -13,7 +13,7 @@ from rankless.collectives.backends.hosts.host_reductions import HostReductions
 from rankless.collectives.backends.hosts.host_waits import FirstFailure, HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import LeaderExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
-from rankless.collectives.backends.operation_queue import OperationQueue, SharedMemoryWork
+from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind
@@ -93,33 +93,20 @@ class HostsGroup:
             exchange.close()
 
 
-class _GuardedQueue:
-    """An `OperationQueue` whose operations end the group on all ranks if they fail.
+class _GuardedQueue(OperationQueue):
+    """A queue whose operations end the group on all ranks if they fail.
 
     Args:
         waits: The waits of the group.
     """
 
     def __init__(self, waits: HostWaits) -> None:
+        super().__init__(lambda: waits.abort(FailureKind.INTERRUPTED))
         self._waits = waits
-        self._queue = OperationQueue("rankless-collectives", lambda: waits.abort(FailureKind.INTERRUPTED))
 
-    def run(self, operation: Operation, outputs: list[Any]) -> SharedMemoryWork:
-        """Run an operation after all that were started before. See `OperationQueue.run`."""
-        return self._queue.run(lambda: self._guard(operation), outputs)
-
-    def start(self, operation: Operation, outputs: list[Any]) -> SharedMemoryWork:
-        """Queue an operation. See `OperationQueue.start`."""
-        return self._queue.start(lambda: self._guard(operation), outputs)
-
-    @property
-    def count(self) -> int:
-        """How many operations have been started."""
-        return self._queue.count
-
-    def close(self) -> None:
-        """Run what is queued, and end the thread."""
-        self._queue.close()
+    def _execute(self, operation: Operation) -> None:
+        # All of `_guard` is in the operation: an interrupt while it reports a failure ends the group, too.
+        super()._execute(lambda: self._guard(operation))
 
     def _guard(self, operation: Operation) -> None:
         try:

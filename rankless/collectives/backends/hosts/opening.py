@@ -14,8 +14,8 @@ from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.hosts.host_waits import FirstFailure
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
-from rankless.collectives.backends.memory.store_exchange import StoreExchange, do_nothing
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
+from rankless.collectives.backends.store_exchange import StoreExchange, do_nothing
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.shared_memory_support import Support, is_supported
 from rankless.errors import CollectiveError

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.group_registration import make_gloo_group, read_membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup
 from rankless.collectives.backends.hosts.opening import open_hosts_group
 from rankless.collectives.backends.prepared_calls import (
@@ -19,7 +18,7 @@ from rankless.collectives.backends.prepared_calls import (
     require_other_rank,
     write_back,
 )
-from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
+from rankless.collectives.backends.process_group import SharedMemoryProcessGroup, make_gloo_group, read_membership
 from rankless.collectives.backends.shared_group import SharedGroup
 
 HIERARCHICAL = "hierarchical"

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class RanksOfHosts:
-    """The hosts of a group, and one rank's place.
-
-    Attributes:
-        rank (int): The rank in the group.
-        hosts (tuple[tuple[int, ...], ...]): For each host the ranks of the group on it, in order. The hosts are in the
-            order of their first ranks, so all ranks have equal layouts.
-    """
+    """The hosts of a group, and one rank's place."""
 
     rank: int
     hosts: tuple[tuple[int, ...], ...]
+    """The ranks on each host, in order. Hosts are in the order of their first ranks: all ranks have equal layouts."""
 
     @classmethod
     def from_identities(cls, rank: int, identities: Sequence[str]) -> "RanksOfHosts":

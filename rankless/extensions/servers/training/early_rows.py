@@ -9,7 +9,7 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
-from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.jobs.programs.program_cache import CacheLookup
 
 
 class EarlyRows:

@@ -19,7 +19,7 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.extensions.servers.own_steps import OwnSteps, SharedParameters
-from rankless.ownership.state_owner import WholeOwner
+from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
 
 StepOnServers = Callable[[Optimizer], AbstractContextManager[None]]
@@ -150,7 +150,7 @@ def _sample(tensor: Tensor) -> bytes:
     return described + ends.view(torch.uint8).numpy().tobytes() if ends.numel() else described
 
 
-class ServedOwner(WholeOwner):
+class ServedOwner(StateOwner):
     """Owns the states of jobs whose parameters servers hold: workers have copies of everything, and servers step."""
 
     def __init__(self, step_on_servers: StepOnServers) -> None:

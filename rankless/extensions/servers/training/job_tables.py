@@ -14,7 +14,7 @@ from rankless.extensions.servers.training.early_rows import EarlyRows
 from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram
-from rankless.jobs.programs.cache_entries import CacheLookup
+from rankless.jobs.programs.program_cache import CacheLookup
 from rankless.ownership.extension_modules import list_extension_modules
 
 

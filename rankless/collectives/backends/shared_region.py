@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from rankless.collectives.backends.memory.store_exchange import StoreExchange
+from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.config.shared_memory_support import reserve
 from rankless.records.private_files import is_own_user

@@ -1,11 +1,11 @@
-"""The pieces of tensors that are divided between workers, and groups of them that one collective moves.
+"""The shards of tensors that are divided between workers, and groups of them that one collective moves.
 
-Note [flat pieces]: a piece is sent as its elements in the order in which they lie in memory. A group has a flat tensor
-with one chunk per worker. A chunk is the worker's pieces of all tensors of the group, one after the other. All chunks
+Note [flat shards]: a shard is sent as its elements in the order in which they lie in memory. A group has a flat tensor
+with one chunk per worker. A chunk is the worker's shards of all tensors of the group, one after the other. All chunks
 are as long as the longest, because backends take equal chunks only.
 
-Note [copies of pieces]: where a worker may be lost that has all rows of a tensor, other workers have the same rows.
-They get the same gradients and make the same steps, so that one of them can take its place. All that counts each piece
+Note [copies of shards]: where a worker may be lost that has all rows of a tensor, other workers have the same rows.
+They get the same gradients and make the same steps, so that one of them can take its place. All that counts each shard
 once, such as a norm or a file, leaves copies out.
 """
 
@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class PieceLayout:
+class ShardLayout:
     """How a dense tensor is divided between the workers along an axis."""
 
     shape: tuple[int, ...]
@@ -36,12 +36,12 @@ class PieceLayout:
     placement: Shard | BlockedShard
     """The dim that is divided, and each worker's length."""
     copies: tuple[int, ...] = ()
-    """The workers with the same rows as the one that has all of them; see Note [copies of pieces]."""
+    """The workers with the same rows as the one that has all of them; see Note [copies of shards]."""
 
     @staticmethod
-    def of(tensor: Tensor, placement: Shard | BlockedShard, copies: tuple[int, ...] = ()) -> "PieceLayout":
+    def of(tensor: Tensor, placement: Shard | BlockedShard, copies: tuple[int, ...] = ()) -> "ShardLayout":
         """Return the layout of a dense tensor whose dims may lie in memory in any order."""
-        return PieceLayout(tuple(tensor.shape), order_dims(tensor.stride()), placement, copies)
+        return ShardLayout(tuple(tensor.shape), order_dims(tensor.stride()), placement, copies)
 
     @property
     def holders(self) -> tuple[int, ...]:
@@ -49,33 +49,33 @@ class PieceLayout:
         return (*(rank for rank, length in enumerate(self.placement.lengths) if length), *self.copies)
 
     def find_original(self, rank: int) -> int:
-        """Return the worker whose piece a worker has: another one's for a copy."""
+        """Return the worker whose shard a worker has: another one's for a copy."""
         return self.holders[0] if rank in self.copies else rank
 
-    def piece_shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of one worker's piece."""
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of one worker's shard."""
         return tuple(compute_local_shape(self.shape, (self.placement,), (self.find_original(rank),)))
 
-    def piece_strides(self, rank: int) -> tuple[int, ...]:
-        """Return the strides of one worker's piece in memory of its own."""
-        return self._dense_strides(self.piece_shape(rank))
+    def shard_strides(self, rank: int) -> tuple[int, ...]:
+        """Return the strides of one worker's shard in memory of its own."""
+        return self._dense_strides(self.shard_shape(rank))
 
     @property
     def strides(self) -> tuple[int, ...]:
         """The strides of the whole tensor."""
         return self._dense_strides(self.shape)
 
-    def piece_size(self, rank: int) -> int:
-        """Return the number of elements of one worker's piece."""
-        return prod(self.piece_shape(rank))
+    def shard_size(self, rank: int) -> int:
+        """Return the number of elements of one worker's shard."""
+        return prod(self.shard_shape(rank))
 
-    def get_piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return one worker's piece of a whole tensor: as a view, unless it consists of rows of several blocks."""
+    def get_shard(self, whole: Tensor, rank: int) -> Tensor:
+        """Return one worker's shard of a whole tensor: as a view, unless it consists of rows of several blocks."""
         view = self.view_range(whole, rank)
         return view if isinstance(self.placement, Shard) else view.flatten(self.placement.dim, self.placement.dim + 1)
 
     def view_range(self, whole: Tensor, rank: int) -> Tensor:
-        """Return one worker's piece of a whole tensor as a view, in the shape of `view_piece`."""
+        """Return one worker's shard of a whole tensor as a view, in the shape of `view_shard`."""
         placement, rank = self.placement, self.find_original(rank)
         dim, start, length = placement.dim, placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
@@ -83,17 +83,17 @@ class PieceLayout:
         apart: Tensor = whole.unflatten(dim, (-1, placement.block))
         return apart.narrow(dim + 1, start, length)
 
-    def view_piece(self, piece: Tensor, rank: int) -> Tensor:
-        """Return a piece as a view in which blocks have a dim of their own, before the divided one."""
+    def view_shard(self, shard: Tensor, rank: int) -> Tensor:
+        """Return a shard as a view in which blocks have a dim of their own, before the divided one."""
         placement = self.placement
         if isinstance(placement, Shard):
-            return piece
+            return shard
         blocks = self.shape[placement.dim] // placement.block
-        apart: Tensor = piece.unflatten(placement.dim, (blocks, placement.lengths[rank]))
+        apart: Tensor = shard.unflatten(placement.dim, (blocks, placement.lengths[rank]))
         return apart
 
     def list_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Return the rows of the whole tensor that one worker's piece has, as ranges from a row up to another."""
+        """Return the rows of the whole tensor that one worker's shard has, as ranges from a row up to another."""
         placement, rank = self.placement, self.find_original(rank)
         start, length = placement.start(rank), placement.lengths[rank]
         if isinstance(placement, Shard):
@@ -101,22 +101,22 @@ class PieceLayout:
         firsts = range(start, self.shape[placement.dim], placement.block)
         return [(first, first + length) for first in firsts]
 
-    def copy_piece(self, whole: Tensor, rank: int) -> Tensor:
-        """Return one worker's piece in memory of its own, in the order of the whole tensor's dims."""
-        piece = whole.new_empty_strided(self.piece_shape(rank), self.piece_strides(rank))
-        return piece.copy_(self.get_piece(whole, rank))
+    def copy_shard(self, whole: Tensor, rank: int) -> Tensor:
+        """Return one worker's shard in memory of its own, in the order of the whole tensor's dims."""
+        shard = whole.new_empty_strided(self.shard_shape(rank), self.shard_strides(rank))
+        return shard.copy_(self.get_shard(whole, rank))
 
-    def is_contiguous_piece(self) -> bool:
-        """Return whether each worker's piece is one range of the whole tensor's memory."""
+    def is_contiguous_shard(self) -> bool:
+        """Return whether each worker's shard is one range of the whole tensor's memory."""
         outer = self.order[: self.order.index(self.placement.dim)]
         return isinstance(self.placement, Shard) and all(self.shape[dim] == 1 for dim in outer)
 
     def view_flat(self, flat: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return elements in memory order as a tensor of this shape, which is the whole's or a piece's."""
+        """Return elements in memory order as a tensor of this shape, which is the whole's or a shard's."""
         return flat.as_strided(tuple(shape), self._dense_strides(shape), flat.storage_offset())
 
     def flatten(self, value: Tensor) -> Tensor:
-        """Return the elements of a whole tensor or a piece in memory order; without a copy if it lies so already."""
+        """Return the elements of a whole tensor or a shard in memory order; without a copy if it lies so already."""
         return value.permute(self.order).reshape(-1)
 
     def _dense_strides(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -124,16 +124,16 @@ class PieceLayout:
 
 
 @dataclass(frozen=True)
-class PieceGroup:
-    """Tensors of one dtype and device whose pieces one collective moves; see Note [flat pieces]."""
+class ShardGroup:
+    """Tensors of one dtype and device whose shards one collective moves; see Note [flat shards]."""
 
-    layouts: tuple[PieceLayout, ...]
+    layouts: tuple[ShardLayout, ...]
     ranks: int
 
     @cached_property
     def chunk_size(self) -> int:
         """The number of elements of a worker's chunk."""
-        return max(sum(layout.piece_size(rank) for layout in self.layouts) for rank in range(self.ranks))
+        return max(sum(layout.shard_size(rank) for layout in self.layouts) for rank in range(self.ranks))
 
     @property
     def flat_size(self) -> int:
@@ -144,39 +144,39 @@ class PieceGroup:
     def is_one_memory(self) -> bool:
         """Whether the flat tensor lies in memory exactly as the only tensor of the group."""
         (first, *others) = self.layouts
-        return not others and first.is_contiguous_piece() and len(set(first.placement.lengths)) == 1
+        return not others and first.is_contiguous_shard() and len(set(first.placement.lengths)) == 1
 
-    def join_pieces(self, pieces: Sequence[Tensor]) -> Tensor:
-        """Return a worker's chunk with its pieces."""
+    def join_shards(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return a worker's chunk with its shards."""
         if self.is_one_memory:
-            return self.layouts[0].flatten(pieces[0])
-        parts = [layout.flatten(piece) for layout, piece in zip(self.layouts, pieces, strict=True)]
+            return self.layouts[0].flatten(shards[0])
+        parts = [layout.flatten(shard) for layout, shard in zip(self.layouts, shards, strict=True)]
         missing = self.chunk_size - sum(part.numel() for part in parts)
         return torch.cat([*parts, parts[0].new_zeros(missing)] if missing else parts)
 
-    def view_pieces(self, chunk: Tensor, rank: int) -> list[Tensor]:
-        """Return a worker's pieces as views of its chunk."""
+    def view_shards(self, chunk: Tensor, rank: int) -> list[Tensor]:
+        """Return a worker's shards as views of its chunk."""
         views, start = [], 0
         for layout in self.layouts:
-            size = layout.piece_size(rank)
-            views.append(layout.view_flat(chunk[start : start + size], layout.piece_shape(rank)))
+            size = layout.shard_size(rank)
+            views.append(layout.view_flat(chunk[start : start + size], layout.shard_shape(rank)))
             start += size
         return views
 
-    def view_all_pieces(self, flat: Tensor) -> list[list[Tensor]]:
-        """Return the pieces of each worker as views of the flat tensor."""
+    def view_all_shards(self, flat: Tensor) -> list[list[Tensor]]:
+        """Return the shards of each worker as views of the flat tensor."""
         chunks = flat.view(self.ranks, self.chunk_size)
-        return [self.view_pieces(chunk, rank) for rank, chunk in enumerate(chunks)]
+        return [self.view_shards(chunk, rank) for rank, chunk in enumerate(chunks)]
 
     def join_wholes(self, wholes: Sequence[Tensor], flat: Tensor) -> None:
         """Copy whole tensors into the flat tensor."""
         if self.is_one_memory:
             self.layouts[0].view_flat(flat, self.layouts[0].shape).copy_(wholes[0])
             return
-        targets = self.view_all_pieces(flat)
-        for rank, pieces in enumerate(targets):
-            sources = [layout.get_piece(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
-            torch._foreach_copy_(pieces, sources)
+        targets = self.view_all_shards(flat)
+        for rank, shards in enumerate(targets):
+            sources = [layout.get_shard(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
+            torch._foreach_copy_(shards, sources)
 
     def split_wholes(self, flat: Tensor) -> list[Tensor]:
         """Return the whole tensors from the flat tensor, as views of it if it lies so already."""
@@ -188,16 +188,16 @@ class PieceGroup:
 
     def copy_to_wholes(self, flat: Tensor, wholes: Sequence[Tensor]) -> None:
         """Copy the flat tensor into whole tensors."""
-        for rank, pieces in enumerate(self.view_all_pieces(flat)):
+        for rank, shards in enumerate(self.view_all_shards(flat)):
             targets = [layout.view_range(whole, rank) for layout, whole in zip(self.layouts, wholes, strict=True)]
-            sources = [layout.view_piece(piece, rank) for layout, piece in zip(self.layouts, pieces, strict=True)]
+            sources = [layout.view_shard(shard, rank) for layout, shard in zip(self.layouts, shards, strict=True)]
             torch._foreach_copy_(targets, sources)
 
 
-def gather_pieces(layout: PieceLayout, piece: Tensor, *, among: WorkerGroup) -> Tensor:
-    """Return a whole tensor from the pieces of all workers, of which this one has `piece`. Collective."""
-    group = PieceGroup((layout,), among.size)
-    chunk = group.join_pieces([piece])
+def gather_shards(layout: ShardLayout, shard: Tensor, *, among: WorkerGroup) -> Tensor:
+    """Return a whole tensor from the shards of all workers, of which this one has `shard`. Collective."""
+    group = ShardGroup((layout,), among.size)
+    chunk = group.join_shards([shard])
     flat = chunk.new_empty(group.flat_size)
     work = start_all_gather(flat, chunk, among=among)
     if work is not None:
@@ -285,8 +285,8 @@ def group_in_order(
 def divide_evenly(shape: Sequence[int], order: Sequence[int], ranks: int) -> tuple[int, tuple[int, ...]] | None:
     """Return the dim along which a tensor is divided, and each worker's length; None if it is too small.
 
-    It is the outermost dim in memory whose longest piece is at most 5 % longer than an even one, so that pieces are
-    ranges of memory; if there is none, the dim with the shortest longest piece.
+    It is the outermost dim in memory whose longest shard is at most 5 % longer than an even one, so that shards are
+    ranges of memory; if there is none, the dim with the shortest longest shard.
 
     Args:
         shape: The sizes of the dims.
@@ -302,4 +302,4 @@ def divide_evenly(shape: Sequence[int], order: Sequence[int], ranks: int) -> tup
 
 
 EVEN = 1.05
-"""How much longer than an even piece the longest piece of a dim may be that is taken without looking at the others."""
+"""How much longer than an even shard the longest shard of a dim may be that is taken without looking at the others."""

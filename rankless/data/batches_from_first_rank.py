@@ -16,14 +16,7 @@ from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.collectives.mesh_collectives import scatter
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.data.batch_tree import LocalRows, count_rows, map_leaves
-from rankless.data.generators import (
-    ProcessStates,
-    find_changed_generators,
-    from_plain,
-    get_process_states,
-    set_process_states,
-    to_plain,
-)
+from rankless.data.generators import ProcessStates, encode_changed_states, get_process_states, take_encoded_states
 from rankless.data.sample_reader import BatchRead, BatchRequest, ReadFailure
 from rankless.errors import DataError
 from rankless.parallel.batch_division import BatchDivision
@@ -52,7 +45,7 @@ class _BatchMessage(msgspec.Struct, frozen=True):
 
 def sync_generators(before: ProcessStates, *, mesh: Mesh) -> None:
     """Set all ranks' generators to rank 0's states, if rank 0 drew since `before`. Collective."""
-    _broadcast_message(_BatchMessage(states=_encode_changed_states(before)), mesh)
+    _broadcast_message(_BatchMessage(states=encode_changed_states(before)), mesh)
 
 
 def distribute_from_first_rank(batches: Iterator[Any], *, mesh: Mesh) -> Iterator[BatchRead]:
@@ -88,7 +81,7 @@ def distribute_from_first_rank(batches: Iterator[Any], *, mesh: Mesh) -> Iterato
 def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> tuple[Any, _BatchMessage]:
     """Return the batch as rank 0 keeps it, and the message that announces it."""
     if read is None:
-        return None, _BatchMessage(states=_encode_changed_states(before), ended=True)
+        return None, _BatchMessage(states=encode_changed_states(before), ended=True)
     rows = read.request.rows if read.request.rows is not None else count_rows(read.data)
     is_scattered = BatchDivision.of(mesh).divides(rows)
 
@@ -104,7 +97,7 @@ def _make_message(read: BatchRead | None, before: ProcessStates, mesh: Mesh) -> 
             found=str(error),
             fix='convert it to tensors, lists and dicts in collate_fn, or pass reading="split"',
         ) from error
-    message = _BatchMessage(states=_encode_changed_states(before), tree=tree, rows=rows, digest=read.request.digest)
+    message = _BatchMessage(states=encode_changed_states(before), tree=tree, rows=rows, digest=read.request.digest)
     return read.data, message
 
 
@@ -157,13 +150,6 @@ def _broadcast_message(message: _BatchMessage | None, mesh: Mesh) -> _BatchMessa
             found=f"rank 0 failed: {received.error}",
             fix="correct the error that rank 0 reports",
         )
-    if mesh.rank != 0 and received.states is not None:
-        torch_state, numpy_state, python_state = (from_plain(decode_value(state)) for state in received.states)
-        set_process_states((torch_state, numpy_state, python_state))
+    if mesh.rank != 0:
+        take_encoded_states(received.states)
     return received
-
-
-def _encode_changed_states(before: ProcessStates) -> list[bytes] | None:
-    """Return the generators' encoded states, or None if nothing was drawn."""
-    now = get_process_states()
-    return [encode_value(to_plain(state)) for state in now] if find_changed_generators(before, now) else None

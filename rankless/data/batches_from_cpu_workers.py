@@ -21,22 +21,15 @@ from rankless.collectives.point_to_point import start_receive, start_send
 from rankless.collectives.typed_values import decode_value, encode_value
 from rankless.context.world import World
 from rankless.data.batch_tree import map_leaves
-from rankless.data.generators import (
-    ProcessStates,
-    find_changed_generators,
-    from_plain,
-    get_process_states,
-    set_process_states,
-    to_plain,
-)
-from rankless.data.sample_reader import BatchRead, BatchRequest
-from rankless.data.shared_reading.reader_tensor import (
+from rankless.data.generators import ProcessStates, encode_changed_states, get_process_states, take_encoded_states
+from rankless.data.reader_tensor import (
     ReadTensor,
     TensorDescription,
     can_be_described,
     find_kinds_axis,
     order_memory_densely,
 )
+from rankless.data.sample_reader import BatchRead, BatchRequest
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.encoding import encode_msgpack
@@ -154,9 +147,7 @@ def _make_message(read: BatchRead, before: ProcessStates) -> _SharedBatch:
             fix='convert it to tensors, lists and dicts in collate_fn, or pass reading="replicated": every worker then '
             "reads the whole batch",
         ) from error
-    now = get_process_states()
-    has_drawn = bool(find_changed_generators(before, now))
-    return _SharedBatch(tree=tree, states=[encode_value(to_plain(each)) for each in now] if has_drawn else None)
+    return _SharedBatch(tree=tree, states=encode_changed_states(before))
 
 
 def _send(message: _SharedBatch, axis: MeshAxis) -> None:
@@ -182,9 +173,7 @@ def _take_message(message: _SharedBatch | None, mesh: Mesh) -> Any:
             found=f"rank {axis.stage_workers[0][0]} failed: {message.error}",
             fix="correct the error that it reports",
         )
-    if message.states is not None:
-        torch_state, numpy_state, python_state = (from_plain(decode_value(state)) for state in message.states)
-        set_process_states((torch_state, numpy_state, python_state))
+    take_encoded_states(message.states)
 
     def take(_: str, leaf: Any) -> Any:
         return ReadTensor(leaf) if isinstance(leaf, TensorDescription) else leaf

@@ -1,11 +1,11 @@
-"""Let a script's own optimizer step on this worker's pieces of parameters.
+"""Let a script's own optimizer step on this worker's shards of parameters.
 
-Note [steps on pieces]: during a step, the optimizer's groups and state refer to pieces in place of divided parameters.
+Note [steps on shards]: during a step, the optimizer's groups and state refer to shards in place of divided parameters.
 Otherwise they refer to the parameters, as the script expects, and the state is made of divided tensors. This is exact
 for optimizers that compute each element from the elements at the same place. `ELEMENTWISE` lists PyTorch's;
 tests/jobs/test_optimizers.py shows for each that a step on the whole equals a step on parts, bit by bit. Optimizers
-that read whole tensors (`READS_WHOLE`) step on whole parameters, each of which belongs to one worker: its piece is the
-parameter, and the others' pieces have no rows. After a step the workers exchange which state there is.
+that read whole tensors (`READS_WHOLE`) step on whole parameters, each of which belongs to one worker: its shard is the
+parameter, and the others' shards have no rows. After a step `share_state` shows the state on all workers.
 """
 
 import contextlib
@@ -13,10 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.errors import ConfigError
 from rankless.ownership.divided_parameter import DividedParameter
 from rankless.ownership.partitioned_tensor import (
@@ -25,7 +27,9 @@ from rankless.ownership.partitioned_tensor import (
     find_partition,
     make_partitioned_tensor,
 )
-from rankless.ownership.piece_layout import PieceLayout, order_dims
+from rankless.ownership.shard_layout import ShardLayout, order_dims
+from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
@@ -40,7 +44,7 @@ ELEMENTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-"""The optimizers that step on pieces exactly. A subclass may compute anything."""
+"""The optimizers that step on shards exactly. A subclass may compute anything."""
 READS_WHOLE: tuple[type[Optimizer], ...] = (torch.optim.Adafactor, torch.optim.Muon)
 """The optimizers that step on one parameter at a time, and read the whole of it."""
 
@@ -51,7 +55,7 @@ def list_parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def require_divisible(optimizer: Optimizer, *, job: str, line: str) -> None:
-    """Raise `ConfigError` for an optimizer that can step neither on pieces nor on one parameter at a time."""
+    """Raise `ConfigError` for an optimizer that can step neither on shards nor on one parameter at a time."""
     kind, known = type(optimizer), (*ELEMENTWISE, *READS_WHOLE)
     if kind not in known:
         raise ConfigError(
@@ -66,7 +70,7 @@ def require_divisible(optimizer: Optimizer, *, job: str, line: str) -> None:
     for hook in hooks:
         if not type(hook).__module__.startswith("rankless."):
             raise ConfigError(
-                expected=f"no hooks on the steps of job {job!r}'s optimizer, which would see pieces of parameters "
+                expected=f"no hooks on the steps of job {job!r}'s optimizer, which would see shards of parameters "
                 "where workers divide them",
                 found=f"the hook {getattr(hook, '__qualname__', type(hook).__qualname__)}",
                 fix="do its work before or after the call of the job, or use a run that does not divide parameters",
@@ -75,8 +79,8 @@ def require_divisible(optimizer: Optimizer, *, job: str, line: str) -> None:
 
 
 @contextlib.contextmanager
-def on_pieces(optimizer: Optimizer, divided: Mapping[int, DividedParameter], values: WholeValues) -> Iterator[None]:
-    """Within the context, an optimizer has pieces in place of divided parameters; see Note [steps on pieces].
+def on_shards(optimizer: Optimizer, divided: Mapping[int, DividedParameter], values: WholeValues) -> Iterator[None]:
+    """Within the context, an optimizer has shards in place of divided parameters; see Note [steps on shards].
 
     Args:
         optimizer: The optimizer.
@@ -93,25 +97,25 @@ def on_pieces(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
         if known is None:
             local[owner] = entries
         elif known.has_rows(rank):
-            local[known.piece] = {key: take_state(value, known, key, rank) for key, value in entries.items()}
+            local[known.shard] = {key: take_state(value, known, key, rank) for key, value in entries.items()}
     for member in members:
         member.begin_step(rank)
     optimizer.state = local
     for group, params in zip(optimizer.param_groups, lists, strict=True):
         found = [divided.get(id(item)) for item in params]
         pairs = [pair for pair in zip(params, found, strict=True) if pair[1] is None or pair[1].has_rows(rank)]
-        group["params"] = [item if known is None else known.piece for item, known in pairs]
+        group["params"] = [item if known is None else known.shard for item, known in pairs]
     try:
         yield
     finally:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
-        pieces = {id(member.piece): member for member in members}
+        shards = {id(member.shard): member for member in members}
         # Workers without rows of a parameter get its state from the one that has them: see `share_state`.
         elsewhere = [member.parameter for member in members if not member.has_rows(rank)]
         shown: dict[Any, Any] = {parameter: state[parameter] for parameter in elsewhere if parameter in state}
         for owner, entries in local.items():
-            stepped = pieces.get(id(owner))
+            stepped = shards.get(id(owner))
             if stepped is None:
                 shown[owner] = entries
             else:
@@ -132,7 +136,7 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
         return value
     partition = find_partition(value)
     if partition is not None:
-        return partition.piece
+        return partition.shard
     if divided.is_owned:
         return value.clone() if hasattr(value, "was_divided") else value
     if tuple(value.shape) != divided.layout.shape:
@@ -142,7 +146,7 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
             found=f"{key} of the shape {list(value.shape)}",
             fix="load the state that the optimizer has saved, or omit zero=",
         )
-    return divided.place(divided.layout.copy_piece(value, rank))
+    return divided.place(divided.layout.copy_shard(value, rank))
 
 
 def show_state(value: Any, before: Any, divided: DividedParameter, key: str, values: WholeValues) -> Any:
@@ -150,16 +154,16 @@ def show_state(value: Any, before: Any, divided: DividedParameter, key: str, val
     if not isinstance(value, Tensor) or value.dim() == 0:
         return value
     known = find_partition(before) if isinstance(before, Tensor) else None
-    if known is not None and known.piece is value:
+    if known is not None and known.shard is value:
         return before
-    # Where dims have one row, the order of dims cannot be told from a worker's piece; all must have the same.
+    # Where dims have one row, the order of dims cannot be told from a worker's shard; all must have the same.
     layout = divided.own(tuple(value.shape), order_dims(value.stride())) if divided.is_owned else divided.layout
     return make_partitioned_tensor(
         Partition(layout, value, f"{key} of {divided.name}", values, device=divided.parameter.device), before
     )
 
 
-def find_state_layout(shape: tuple[int, ...], divided: DividedParameter) -> PieceLayout | None:
+def find_state_layout(shape: tuple[int, ...], divided: DividedParameter) -> ShardLayout | None:
     """Return how an entry of a parameter's state is divided, like the parameter; None for one of another shape.
 
     Args:
@@ -170,4 +174,95 @@ def find_state_layout(shape: tuple[int, ...], divided: DividedParameter) -> Piec
     if not shape or (not divided.is_owned and shape != layout.shape):
         return None
     order = layout.order if shape == layout.shape else tuple(range(len(shape)))
-    return divided.own(shape, order) if divided.is_owned else PieceLayout(shape, order, layout.placement)
+    return divided.own(shape, order) if divided.is_owned else ShardLayout(shape, order, layout.placement)
+
+
+class SharedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """An entry of the state of a parameter that belongs to another worker."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    number: float | None
+    """The value of a tensor without dims."""
+
+
+def share_state(optimizer: Optimizer, divided: Mapping[int, DividedParameter], values: WholeValues) -> None:
+    """Show the state of parameters that belong to one worker on all others too. Collective if there are any.
+
+    Args:
+        optimizer: The optimizer, which has just made a step.
+        divided: The divided parameters by the id of the parameter.
+        values: Gathers whole values for the script.
+    """
+    known = [divided[id(item)] for item in list_parameters(optimizer) if id(item) in divided]
+    owned = [member for member in known if member.is_owned]
+    if not owned:
+        return
+    group, device = values.group, owned[0].parameter.device
+    mesh = Mesh(rank=group.rank, size=group.size, group=group.group, device=device)
+    own = [
+        describe_state(optimizer.state.get(member.parameter, {})) if member.has_rows(group.rank) else []
+        for member in owned
+    ]
+    everyone = [
+        msgspec.msgpack.decode(data, type=list[list[SharedEntry]])
+        for data in all_gather_bytes(encode_msgpack(own), mesh=mesh)
+    ]
+    for number, member in enumerate(owned):
+        if not member.has_rows(group.rank):
+            entries = next(item[number] for rank, item in enumerate(everyone) if member.has_rows(rank))
+            before = optimizer.state.setdefault(member.parameter, {})
+            shown = {entry.key: show_shared(entry, before.get(entry.key), member, values) for entry in entries}
+            before.clear()
+            before.update(shown)
+    sort_state(optimizer)
+    states = [optimizer.state.get(member.parameter, {}) for member in owned]
+    values.find_open(filter(None, [find_partition(value) for state in states for value in state.values()]))
+
+
+def describe_state(entries: Mapping[str, Any]) -> list[SharedEntry]:
+    """Return a parameter's state without its elements."""
+    return [
+        SharedEntry(
+            key,
+            str(value.dtype).removeprefix("torch."),
+            tuple(value.shape),
+            tuple(value.stride()),
+            None if value.dim() else value.item(),
+        )
+        for key, value in entries.items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def show_shared(entry: SharedEntry, before: Any, divided: DividedParameter, values: WholeValues) -> Tensor:
+    """Return an entry of the state of another worker's parameter, as the script sees it."""
+    dtype = getattr(torch, entry.dtype)
+    if entry.number is not None:
+        if isinstance(before, Tensor) and before.dim() == 0 and before.dtype == dtype:
+            kept: Tensor = before.fill_(entry.number)
+            return kept
+        made: Tensor = torch.tensor(entry.number, dtype=dtype, device="cpu")
+        return made
+    if isinstance(before, Tensor):
+        known = find_partition(before)
+        if known is not None and (known.layout.shape, known.shard.dtype) == (entry.shape, dtype):
+            return before
+    layout = divided.own(entry.shape, order_dims(entry.strides))
+    shard = torch.empty(layout.shard_shape(values.group.rank), dtype=dtype, device=divided.shard.device)
+    return make_partitioned_tensor(
+        Partition(layout, shard, f"{entry.key} of {divided.name}", values, device=divided.parameter.device), before
+    )
+
+
+def sort_state(optimizer: Optimizer) -> None:
+    """Put the state of an optimizer in the order of its parameters.
+
+    A script may read, and so gather, one entry after the other. The order must be the same on all workers.
+    """
+    places = {id(item): place for place, item in enumerate(list_parameters(optimizer))}
+    entries = sorted(optimizer.state.items(), key=lambda item: places.get(id(item[0]), len(places)))
+    optimizer.state.clear()
+    optimizer.state.update(entries)

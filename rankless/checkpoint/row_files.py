@@ -13,7 +13,7 @@
 import contextlib
 import os
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,11 +24,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankless.checkpoint.file_io import check_file, damaged_file_error, read_manifest
+from rankless.checkpoint.file_io import check_file, damaged_file_error, open_tensors, read_manifest
 from rankless.checkpoint.folder import find_checkpoint
-from rankless.checkpoint.manifest import LayeredRows, Manifest, Node, TensorFile, TensorReference
+from rankless.checkpoint.manifest import LayeredRows, Manifest, Node, TensorFile, TensorReference, iterate_nodes
 from rankless.checkpoint.manifest import Mapping as MappingNode
-from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import find_partition
@@ -238,26 +237,6 @@ def bits_of(rows: Tensor) -> Bits:
     return bits
 
 
-def open_layers(folder: Path, layers: Sequence[str], opened: Any) -> dict[str, Any]:
-    """Return open files of safetensors, by name.
-
-    Args:
-        folder: Where they are.
-        layers: Their names.
-        opened: An exit stack that closes them.
-
-    Raises:
-        CheckpointError: One cannot be read.
-    """
-    files = {}
-    for name in layers:
-        try:
-            files[name] = opened.enter_context(safetensors.safe_open(folder / name, framework="pt"))
-        except (OSError, safetensors.SafetensorError) as error:
-            raise damaged_file_error(folder / name, f"{type(error).__name__}: {error}") from error
-    return files
-
-
 class _Changes(NamedTuple):
     """What differs between rows and earlier ones: the numbers of rows that are other or new, and ids that are gone."""
 
@@ -294,25 +273,15 @@ def find_keyed_rows(nodes: Iterable[Node], tensors: Mapping[str, Tensor]) -> lis
         tensors: Their tensors, by name.
     """
     found: list[KeyedRows] = []
-    for node in nodes:
-        for mapping in _list_mappings(node):
-            for key, columns in _COLUMNS.items():
-                names = [_name_of(mapping.get(each)) for each in (key, *columns)]
-                group = KeyedRows(names[0], tuple(names[1:]))
-                taken = {name for each in found for name in each.tensors}
-                if len(set(names) - taken) == len(names) and _are_rows([tensors.get(name) for name in names]):
-                    found.append(group)
+    for node in (each for root in nodes for each in iterate_nodes(root) if isinstance(each, MappingNode)):
+        mapping = dict(node.items)
+        for key, columns in _COLUMNS.items():
+            names = [_name_of(mapping.get(each)) for each in (key, *columns)]
+            group = KeyedRows(names[0], tuple(names[1:]))
+            taken = {name for each in found for name in each.tensors}
+            if len(set(names) - taken) == len(names) and _are_rows([tensors.get(name) for name in names]):
+                found.append(group)
     return found
-
-
-def _list_mappings(node: Node) -> Iterator[dict[int | str, Node]]:
-    if isinstance(node, SequenceNode):
-        for item in node.items:
-            yield from _list_mappings(item)
-    elif isinstance(node, MappingNode):
-        yield dict(node.items)
-        for _, item in node.items:
-            yield from _list_mappings(item)
 
 
 def _name_of(node: Node) -> str:
@@ -382,7 +351,7 @@ def _write_changes(
     with contextlib.ExitStack() as opened, contextlib.suppress(CheckpointError):
         for name in known.layers:
             check_file(earlier_folder / name, entries[name])
-        files = open_layers(earlier_folder, known.layers, opened)
+        files = {name: opened.enter_context(open_tensors(earlier_folder / name)) for name in known.layers}
         for layers in (known.layers, known.layers[:1])[: len(known.layers)]:
             earlier = StoredRows(earlier_folder, msgspec.structs.replace(known, layers=layers), files)
             changes = _compare(columns, earlier)
