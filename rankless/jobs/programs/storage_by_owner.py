@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.scheduling.gradient_memory import GradientMemory
-from rankless.compiler.scheduling.state_storage import StateStorage
+from rankless.compiler.scheduling.state_storage import GradientMemory, StateStorage
 from rankless.context.world import World
 from rankless.jobs.definition import JobDefinition
 from rankless.jobs.programs.bound_program import find_slot

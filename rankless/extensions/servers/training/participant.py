@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from operator import getitem
 
-import msgspec
 from torch import fx
 from torch.optim import Optimizer
 
@@ -30,7 +29,7 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.context.joint_events import JointEvents, JointParticipant
 from rankless.context.world import StartedWorkers, World
 from rankless.errors import CaptureError, ConfigError
-from rankless.extensions.servers.config import NAME, ServersConfig
+from rankless.extensions.servers.config import ServersConfig, find_served
 from rankless.extensions.servers.dense_parts import find_dense
 from rankless.extensions.servers.training.independent_view import IndependentView
 from rankless.extensions.servers.training.independent_workers import IndependentWorkers, ServedOwner
@@ -97,9 +96,7 @@ def make_joint_participant(
     events: JointEvents, config: WorkerConfig | None, workers: Mesh | None
 ) -> "TableParticipant":
     """Return what takes part in jobs for tables and servers. See `rankless.context.joint_events.JointEvents`."""
-    content = None if config is None else config.roles.get(NAME)
-    servers = None if content is None else msgspec.convert(content, ServersConfig)
-    return TableParticipant(events, servers, workers)
+    return TableParticipant(events, None if config is None else find_served(config.roles), workers)
 
 
 class TableParticipant(JointParticipant):

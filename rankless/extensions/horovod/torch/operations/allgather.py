@@ -1,5 +1,6 @@
-"""Allgather: concatenates tensors along the first dimension, which may differ from rank to rank. An
-allreduce of sparse tensors gathers their indices and values.
+"""Allgather: concatenates tensors along the first dimension, which may differ from rank to rank.
+
+An allreduce of sparse tensors gathers their indices and values.
 """
 
 from collections.abc import Callable, Sequence
