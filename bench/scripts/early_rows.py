@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import rankless
 from bench.alternating import write_times
 from bench.table_models import TableModel, random_samples
-from rankless.extensions.servers.training.early_rows import EarlyRows
+from rankless.extensions.servers.training.job_tables import EarlyRows
 
 FIELDS = 8
 

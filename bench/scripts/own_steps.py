@@ -14,9 +14,9 @@ import torch.nn.functional as F
 
 import rankless
 from bench.table_models import TableModel, random_samples
-from rankless.extensions.servers import worker_tables
-from rankless.extensions.servers.served_parameters import ServedParameters
 from rankless.extensions.servers.service.client import ServerClient
+from rankless.extensions.servers.training import worker_tables
+from rankless.extensions.servers.training.own_steps import ServedParameters
 
 FIELDS, BATCH, STEPS = 2, 2048, 40
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.distributed import rpc
 
-from rankless.extensions.servers.tables.distinct_ids import find_distinct
+from rankless.extensions.servers.tables.id_map import find_distinct
 from rankless.extensions.servers.tables.optimizers import SgdSettings
 from rankless.extensions.servers.tables.settings import TableSettings
 from rankless.extensions.servers.tables.table import Table

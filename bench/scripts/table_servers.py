@@ -28,7 +28,7 @@ import numpy as np
 from bench.pairs import measure
 from rankless.extensions.servers.config import ServerConfig, ServersConfig, server_environment
 from rankless.extensions.servers.service.client import ServerClient
-from rankless.extensions.servers.tables.distinct_ids import find_distinct
+from rankless.extensions.servers.tables.id_map import find_distinct
 from rankless.extensions.servers.tables.optimizers import SgdSettings
 from rankless.extensions.servers.tables.settings import TableSettings
 from rankless.extensions.servers.tables.table import Table

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd, prod
 from operator import getitem
+from typing import Any
 
 import torch
 from torch import fx
@@ -131,11 +132,7 @@ class DimReach:
 
 
 class DimLinks:
-    """The links between the dims of a program's forward pass.
-
-    Args:
-        program: The program.
-    """
+    """The links between the dims of a program's forward pass."""
 
     def __init__(self, program: LogicalProgram) -> None:
         self._differentiable = find_differentiable(program)
@@ -272,7 +269,6 @@ class TensorDivider:
     """Chooses the divided dims of one program's parameters.
 
     Args:
-        program: The program.
         ranks: The number of ranks along the axis.
         requests: What the script wants of parameters, by name.
         excluded: The dims of parameters that another axis divides, by name.
@@ -305,7 +301,7 @@ class TensorDivider:
         for reach in chosen:
             take(reach, taken)
         for reach in sorted(offered, key=self._price):
-            if not has_conflicts(self._list_exclusive(reach), taken):
+            if not has_conflicts(list(reach.dims), taken):
                 chosen.append(reach)
                 take(reach, taken)
         return self._place(chosen, taken)
@@ -367,10 +363,6 @@ class TensorDivider:
         names = [self._names[item.value] for item in reach.dims if item.value in self._names]
         return reach.units >= self._ranks and not reach.gathers and not any(name in self._requests for name in names)
 
-    def _list_exclusive(self, reach: DimReach) -> list[ValueDim]:
-        """Return the dims of a reach whose values are not to be divided along another dim too."""
-        return list(reach.dims)
-
     def _price(self, reach: DimReach) -> float:
         """Return how many bytes are sent, forward and backward, for each byte of parameters that is divided."""
         parameters = sum(count_value_bytes(item.value.meta["val"]) for item in reach.dims if item.value in self._names)
@@ -413,9 +405,9 @@ def join_overlapping(reaches: Sequence[DimReach]) -> list[DimReach]:
     return joined
 
 
-def count_value_bytes(value: LogicalValue | tuple[LogicalValue, ...]) -> int:
-    """Return the bytes of a value, or of several."""
-    values = value if isinstance(value, tuple) else (value,)
+def count_value_bytes(value: Any) -> int:
+    """Return the bytes of a value, or of several together; those of sizes and absent values are none."""
+    values = value if isinstance(value, tuple | list) else (value,)
     return sum(
         prod(int(size_hint(size)) for size in item.shape) * item.element_size()
         for item in values

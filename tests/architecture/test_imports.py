@@ -120,7 +120,7 @@ UNREACHABLE_ERRORS = {
     "rankless.collectives.backends.hosts.gloo_exchange.ExchangeTimeout": "the collective raises a CollectiveError",
     "rankless.collectives.backends.message_transfers.LengthMismatch": "the receive raises a CollectiveError",
     "rankless.compiler.capture.value_reads.LateQuestion": "the job is traced again, and asks within its function",
-    "rankless.compiler.tracing.fast_paths.TakesNestedTensor": "the encoder's replaced forward pass catches it",
+    "rankless.compiler.tracing.replaced_functions.TakesNestedTensor": "the encoder's replaced forward pass catches it",
     "rankless.compiler.capture.value_reads.ValueNeeded": "the job captures the program again with the value",
     "rankless.compiler.lowering.value_check.OtherValueRead": "the job runs the program of the value found",
     "rankless.data.sample_reader.ReaderProcessError": "the __cause__ of a DataError, with a traceback",

@@ -60,8 +60,8 @@ MANY_PARAMETERS = {
     "rankless/api.py:loader": "takes what torch's DataLoader takes, under its names",
     "rankless/extensions/servers/embedding.py:__init__": "the settings of a table, beside what torch's Embedding takes",
     "rankless/extensions/servers/ftrl.py:__init__": "the settings of FTRL, as torch's optimizers have theirs",
-    "rankless/compiler/tracing/fast_paths.py:run_attention": "takes what PyTorch's own operator takes",
-    "rankless/compiler/tracing/fast_paths.py:run_encoder_layer": "takes what PyTorch's own operator takes",
+    "rankless/compiler/tracing/replaced_functions.py:run_attention": "takes what PyTorch's own operator takes",
+    "rankless/compiler/tracing/replaced_functions.py:run_encoder_layer": "takes what PyTorch's own operator takes",
     "rankless/compiler/ir/custom_ops.py:capture_recurrent": "takes what PyTorch's own operator takes",
 }
 

@@ -20,10 +20,9 @@ from rankless.compiler.capture.value_reads import ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
-from rankless.compiler.pipeline_parallel.options import PipelineOptions
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
-from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
+from rankless.compiler.pipeline_parallel.stages import PipelineOptions, Stages, find_stages
 from rankless.compiler.scheduling.state_storage import StateStorage
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths

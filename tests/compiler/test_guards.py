@@ -8,7 +8,7 @@ from support.devices import DEVICE
 from torch import nn
 
 from rankless.compiler.capture import capture as capture_module
-from rankless.compiler.guards.guard_discovery import collect_guards
+from rankless.compiler.guards.guard_discovery import discover_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments
@@ -31,6 +31,10 @@ def tripled(value):
 
 FACTORS = [1.0, 2.0]
 APPLIED = doubled
+
+
+def collect_guards(function, modules) -> GuardSet:
+    return discover_guards(function, modules).guard_set({})
 
 
 def list_labels(guards: GuardSet) -> set[str]:

@@ -8,9 +8,9 @@ from support.grid_jobs import check_equal, make_grid_job
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.compiler.pipeline_parallel import measured_work
-from rankless.compiler.pipeline_parallel.measured_work import make_value, measure_call, measure_work
-from rankless.compiler.pipeline_parallel.stages import find_stages, list_forward
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.pipeline_parallel import stages as stage_cuts
+from rankless.compiler.pipeline_parallel.stages import find_stages, list_forward, make_value, measure_call, measure_work
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 
@@ -73,7 +73,7 @@ def test_a_slow_function_counts_by_its_time():
 
 def test_operators_with_equal_arguments_are_measured_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(measured_work, "measure_call", lambda operator, *_: calls.append(operator) or 1.0)
+    monkeypatch.setattr(stage_cuts, "measure_call", lambda operator, *_: calls.append(operator) or 1.0)
     program = capture_blocks(make_blocks(*[torch.abs] * 6))
     measure_work(program)
     assert calls.count(torch.ops.aten.abs.default) == 1
@@ -81,7 +81,7 @@ def test_operators_with_equal_arguments_are_measured_once(monkeypatch):
 
 
 def test_what_cannot_be_measured_is_estimated(monkeypatch):
-    monkeypatch.setattr(measured_work, "measure_call", lambda *_: None)
+    monkeypatch.setattr(stage_cuts, "measure_call", lambda *_: None)
     program = capture_blocks(make_blocks(*[torch.abs] * 4))
     assert find_borders(program, work=measure_work(program)) == find_borders(program)
 
@@ -100,13 +100,13 @@ def test_what_cannot_be_measured_is_estimated(monkeypatch):
     ids=["transposed", "expanded", "integers", "booleans", "empty", "scalar", "complex"],
 )
 def test_made_up_values_have_shape_layout_and_dtype(value):
-    made = make_value(measured_work.LogicalValue(tuple(value.shape), value.stride(), value.dtype, value.device))
+    made = make_value(LogicalValue(tuple(value.shape), value.stride(), value.dtype, value.device))
     assert (made.shape, made.dtype) == (value.shape, value.dtype)
     assert made.stride() == value.stride() or not value.numel()
 
 
 def test_a_kernel_that_refuses_made_up_values_is_not_measured():
-    value = measured_work.LogicalValue((3,), (1,), torch.float32, torch.device("cpu"))
+    value = LogicalValue((3,), (1,), torch.float32, torch.device("cpu"))
     assert measure_call(torch.ops.aten.mm.default, (value, value), {}) is None
     assert measure_call(torch.ops.aten.abs.default, (value,), {}) > 0
 

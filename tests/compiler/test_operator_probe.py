@@ -16,12 +16,14 @@ from rankless.compiler.capture.capture import JobSource
 from rankless.compiler.probing import operator_probe
 from rankless.compiler.probing.operator_probe import (
     AnswerCache,
+    CallNumber,
     OperatorProbe,
     ProbeAnswer,
+    RowCheck,
     default_folder,
+    find_coupled_row,
     run_in_child,
 )
-from rankless.compiler.probing.row_checks import CallNumber, RowCheck, find_coupled_row
 from rankless.errors import StepError
 from rankless.parallel.mesh import Mesh
 

@@ -20,7 +20,7 @@ QUESTIONS = frozenset(
         *("_is_make_fx_tracing", "_get_tracing_state", "is_nested", "are_deterministic_algorithms_enabled"),
     }
 )
-AS_PLAIN = "`tracing.fast_paths` answers as in a plain run"
+AS_PLAIN = "`tracing.replaced_functions` answers as in a plain run"
 SAME = "the answer in a capture is that of a plain run"
 KEY = "the switch is part of a program's key"
 SCRIPTED = "asks for a trace of torch.jit, which a capture is not"

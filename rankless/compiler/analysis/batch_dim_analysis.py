@@ -1,18 +1,15 @@
 """Batch-dim analysis: what a split of the batch in two does to each value of a logical program.
 
-Gradient accumulation rests on it. Note [split in time]: the calls gathered into one step are rows of one batch, one
-call after the other. The rules for splitting an operator over workers therefore also say which values stay separate per
-row (`BatchSharded`), which are sums over rows (`BatchSum`), and which are independent of the batch
-(`BatchIndependent`). A value that would need communication between the parts is `BatchMixed`, with a reason. Batch norm
-uses each call's own statistics, by the definition of accumulation.
+Note [split in time]: the calls gathered into one step (`accumulate=`) are rows of one batch, one call after the other.
+The rules for splitting an operator over workers therefore also say which values stay separate per row (`BatchSharded`),
+which are sums over rows (`BatchSum`), and which are independent of the batch (`BatchIndependent`). A value that would
+need communication between the parts is `BatchMixed`, with a reason. Batch norm uses each call's own statistics, by the
+definition of accumulation. Capturing the program twice, for n rows and for three times as many, shows which of its
+numbers count rows.
 
-Capturing the program twice, for n rows and for three times as many, shows which of its numbers count rows.
-
-The numbers of a batch's rows, as `torch.arange(len(images))` counts them, which a job may use to select rows.
-
-Losses select the score of each row's label so, as `scores[torch.arange(len(labels)), labels]`, and masks of attention
-in the transformers library their rows. Split in time, a call has other numbers than the whole batch, but each row still
-selects itself.
+Note [numbers of rows]: losses select the score of each row's label by `scores[torch.arange(len(labels)), labels]`, and
+masks of attention in the transformers library select rows so. Split in time, a call has other numbers than the whole
+batch, but each row still selects itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -443,9 +440,7 @@ def find_selected_rows(
     """Return the kind of a value that selects each row of another one by its number; None for any other value.
 
     Args:
-        node: An operator that takes numbers of rows.
         counterpart: The same operator in the program of fewer rows.
-        kinds: The kinds of the values before it.
     """
     if node.target is not aten.index.Tensor:
         return None

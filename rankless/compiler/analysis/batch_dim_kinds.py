@@ -153,17 +153,23 @@ def is_divided_by_rows(node: fx.Node, growth: list[float]) -> bool:
     )
 
 
+def list_numbers(node: fx.Node) -> list[tuple[int, str]]:
+    """Return the positions and names of an operator's arguments that are numbers."""
+    operator = node.target
+    assert isinstance(operator, torch._ops.OpOverload), operator
+    # A number may stand for a tensor, as in mul.Tensor(x, 0.5). Sizes and dims are no values.
+    return [
+        (position, described.name)
+        for position, described in enumerate(operator._schema.arguments)
+        if any(word in str(described.type) for word in ("number", "float", "Tensor"))
+    ]
+
+
 def find_growth(node: fx.Node, counterpart: fx.Node) -> list[float]:
     """Return by how much those plain numbers of an operator grow that grow with the rows."""
     found = []
-    operator = node.target
-    assert isinstance(operator, torch._ops.OpOverload), operator
-    for position, described in enumerate(operator._schema.arguments):
-        # A number may stand for a tensor, as in mul.Tensor(x, 0.5). Sizes and dims are no values.
-        if not any(word in str(described.type) for word in ("number", "float", "Tensor")):
-            continue
-        ours = get_argument(node, position, described.name)
-        theirs = get_argument(counterpart, position, described.name)
+    for place in list_numbers(node):
+        ours, theirs = get_argument(node, *place), get_argument(counterpart, *place)
         if isinstance(ours, int | float) and isinstance(theirs, int | float) and float(ours) != float(theirs):
             found.append(compute_growth(float(ours), float(theirs)))
     return found
@@ -171,15 +177,8 @@ def find_growth(node: fx.Node, counterpart: fx.Node) -> list[float]:
 
 def computes_with_count(node: fx.Node) -> bool:
     """Return whether an operator computes with the number of rows that values select, which differs between calls."""
-    operator = node.target
-    if not isinstance(operator, torch._ops.OpOverload):
-        return False
-    numbers = [
-        get_argument(node, position, described.name)
-        for position, described in enumerate(operator._schema.arguments)
-        if any(word in str(described.type) for word in ("number", "float", "Tensor"))
-    ]
-    return any(map(list_traced_counts, numbers))
+    is_operator = isinstance(node.target, torch._ops.OpOverload)
+    return is_operator and any(list_traced_counts(get_argument(node, *place)) for place in list_numbers(node))
 
 
 def find_multiple(value: Any) -> dict[sympy.Symbol, sympy.Expr] | None:

@@ -1,13 +1,14 @@
 """Loss normalizers: what a loss divides by, which is the weight of a call among those gathered into one step.
 
-Input: a logical program and the same job captured for more rows. Output: the program with those counts among its
-results, or a `CaptureError` with the line of the value that is neither a mean nor a sum over rows.
+With loss L_c = S_c / N_c of call c, the loss of all rows is L = (sum over c of S_c) / (sum over c of N_c), so a call's
+gradient counts with N_c / (sum over c of N_c). Input: a logical program and the same job captured for more rows.
+Output: the program with the counts N_c among its results, or a `CaptureError` with the line of the value that is
+neither a mean nor a sum over rows.
 
-Values that a job's Python reads of the batch, and that its loss may be computed with.
-
-`loss.sum() / mask.sum().item()` divides by a number of the program, which no value of the program shows to depend on
-the batch. The job is therefore captured for a larger batch with the values that such a batch would have: a sum over the
-rows grows with them, and any other value is another one. What it changes in the program depends on the batch.
+Note [counts that Python reads]: `loss.sum() / mask.sum().item()` divides by a number of the program, which no value of
+the program shows to depend on the batch. The job is therefore captured for a larger batch with the values that such a
+batch would have: a sum over the rows grows with them, and any other value is another one. What it changes in the
+program depends on the batch.
 """
 
 import hashlib
@@ -77,7 +78,11 @@ def add_loss_normalizers(
             return captured
 
         fewer, more = capture_two_sizes(program, capture, dims, line)
-        return more, BatchDimAnalysis(more, fewer, dims, make_key_function(target_counts))
+        hashes: dict[fx.Node, str] = {}
+        # Counts that are computed in the same way have equal keys.
+        return more, BatchDimAnalysis(
+            more, fewer, dims, lambda node: hash_computation(target_counts.get(node, node), hashes)
+        )
 
     more, analysis = analyze_reads(analyze, reads)
     normalizers = find_normalizers(get_loss_node(more), analysis, line)
@@ -105,16 +110,13 @@ def capture_two_sizes(
         for node, item in fewer.inputs.items()
         if item.kind == "argument" and item.index in dims
     ]
-    if 1 in rows or find_first_difference(list_nodes(fewer), list_nodes(more)) is not None:
+    if 1 in rows or find_first_difference([*fewer.graph.nodes], [*more.graph.nodes]) is not None:
         # The strides and views of a batch of one row are ambiguous.
         fewer, more = more, capture_with_rows(GROWTH_FACTOR**2)
-        require_same_operators(list_nodes(fewer), list_nodes(more), line)
+        differing = find_first_difference([*fewer.graph.nodes], [*more.graph.nodes])
+        if differing is not None:
+            raise make_size_dependence_error(differing, line)
     return fewer, more
-
-
-def list_nodes(program: LogicalProgram) -> list[fx.Node]:
-    """Return the nodes of the program in order."""
-    return list(program.graph.nodes)
 
 
 def find_counterpart(node: fx.Node, other: LogicalProgram, program: LogicalProgram, line: str) -> fx.Node:
@@ -144,20 +146,13 @@ def list_dependencies(node: fx.Node) -> list[fx.Node]:
 
 def find_first_difference(nodes: Sequence[fx.Node], other_nodes: Sequence[fx.Node]) -> fx.Node | None:
     """Return the first node whose counterpart in the other program has another operator, or None."""
-    for position, node in enumerate(nodes):
-        if position >= len(other_nodes) or (node.op, node.op != "placeholder" and node.target) != (
-            other_nodes[position].op,
-            other_nodes[position].op != "placeholder" and other_nodes[position].target,
-        ):
+    for node, other in zip(nodes, other_nodes, strict=False):
+        # The names of inputs do not matter.
+        if node.op != other.op or (node.op != "placeholder" and node.target != other.target):
             return node
-    return nodes[-1] if len(nodes) < len(other_nodes) else None
-
-
-def require_same_operators(nodes: Sequence[fx.Node], other_nodes: Sequence[fx.Node], line: str) -> None:
-    """Raise `CaptureError` for a job whose program differs for another number of rows."""
-    differing = find_first_difference(nodes, other_nodes)
-    if differing is not None:
-        raise make_size_dependence_error(differing, line)
+    if len(nodes) == len(other_nodes):
+        return None
+    return nodes[min(len(nodes) - 1, len(other_nodes))]
 
 
 def make_size_dependence_error(differing: fx.Node, line: str) -> CaptureError:
@@ -169,12 +164,6 @@ def make_size_dependence_error(differing: fx.Node, line: str) -> CaptureError:
         "constants, or train without accumulate=",
         where=differing.meta.get("line") or line,
     )
-
-
-def make_key_function(target_counts: Mapping[fx.Node, fx.Node]) -> Callable[[fx.Node], str]:
-    """Return a function that gives equal counts equal keys, by how they are computed."""
-    hashes: dict[fx.Node, str] = {}
-    return lambda node: hash_computation(target_counts.get(node, node), hashes)
 
 
 def find_normalizers(objective: fx.Node, analysis: BatchDimAnalysis, line: str) -> list[Normalizer]:
@@ -235,7 +224,7 @@ def read_row_count(node: fx.Node) -> Any:
 
 def add_constant(graph: fx.Graph, number: Any) -> fx.Node:
     """Add a number as a value of the program, on the CPU, where it is read."""
-    returned = next(node for node in graph.nodes if node.op == "output")
+    returned = graph.output_node()
     settings: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
     with graph.inserting_before(returned):
         constant = graph.call_function(aten.full.default, ([], 0), settings)
@@ -252,7 +241,7 @@ def append_results(program: LogicalProgram, nodes: list[fx.Node]) -> LogicalProg
         for position, node in enumerate(nodes)
     ]
     outputs = (*program.outputs, *added)
-    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned = program.graph.output_node()
     returned.args = (tuple(node for node, _ in outputs),)
     return replace(program, outputs=outputs)
 
@@ -261,7 +250,7 @@ def keep_last_results(program: LogicalProgram, count: int) -> LogicalProgram:
     """Return a program of its checks, its last `count` results and their dependencies; this consumes the program."""
     checks = [item for item in program.outputs if item[1].kind == "check"]
     outputs = (*checks, *program.outputs[len(program.outputs) - count :])
-    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned = program.graph.output_node()
     returned.args = (tuple(node for node, _ in outputs),)
     needed = find_needed(program.graph, returned)
     for node in reversed(list(program.graph.nodes)):

@@ -3,18 +3,15 @@
 PyTorch's AOTAutograd traces the function, forward and backward, on fake tensors of logical shapes into one functional
 ATen graph. docs/decisions/0002-capture.md gives the reasons.
 
-Parameters and buffers whose `.data` a job sets to another tensor.
+Note [setting .data]: a job may set `.data` of a parameter or buffer to another tensor. It then has other memory, and
+what autograd has saved keeps the old. The trace copies the new values into the tensor instead, and the program's caller
+sets `.data` to them. Both are the same training if no gradient needs the old values, and if the new memory belongs to
+no other tensor. Otherwise the job is refused. A change in place of `.data`, as `p.data.clamp_(…)`, is traced as it is:
+autograd uses the changed values, in the plain script too.
 
-Note [setting .data]: the tensor gets other memory, and what autograd has saved keeps the old. The trace copies the new
-values into the tensor instead, and the program's caller sets `.data` to them. Both are the same training if no gradient
-needs the old values, and if the new memory belongs to no other tensor. Otherwise the job is refused. A change in place
-of `.data`, as `p.data.clamp_(…)`, is traced as it is: autograd uses the changed values, in the plain script too.
-
-Strides of results in half precision, as PyTorch's kernels give them.
-
-PyTorch traces elementwise operators in half precision as if their arguments were first copied to float32. A copy of an
-expanded tensor lies in memory in another order than the tensor, so a trace gives the result other strides than the
-kernel, which copies nothing.
+Note [strides in half precision]: PyTorch traces elementwise operators in half precision as if their arguments were
+first copied to float32. A copy of an expanded tensor lies in memory in another order than the tensor. So a trace would
+give the result other strides than the kernel, which copies nothing.
 """
 
 import contextlib
@@ -52,10 +49,10 @@ from rankless.compiler.ir.counter_operators import mark_counter_draws
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
-from rankless.compiler.tracing.fast_paths import take_paths_of_plain_run
-from rankless.compiler.tracing.operator_lines import TracedFunction, name_modules, record_origins
+from rankless.compiler.tracing.operator_lines import SourceLineMode, TracedFunction, name_modules, record_origins
 from rankless.compiler.tracing.refused_functions import ModuleTensors
-from rankless.compiler.tracing.replaced_functions import average_with_tensors
+from rankless.compiler.tracing.replaced_attributes import replace_attributes
+from rankless.compiler.tracing.replaced_functions import average_with_tensors, take_paths_of_plain_run
 from rankless.compiler.tracing.script_generators import ScriptGenerators, trace_forks
 from rankless.compiler.tracing.symbolic_sizes import LineTrackingShapeEnv, SymbolicSizes, specialize_on_repr
 from rankless.errors import CaptureError
@@ -165,11 +162,12 @@ class TraceableJobModule(nn.Module):
         names, self.module_tensors = name_modules(self.source.modules), ModuleTensors(traced, self.originals)
         known = self.module_tensors
         self.generators.begin_pass()
+        self.checkpoints.begin_pass()
         if self.reads is not None:
             self.reads.begin_pass()
         with (
             self.effects.trace_pass() as call_log,
-            record_origins(known, self.generators, names, call_log, self.traced, self.checkpoints),
+            record_origins(SourceLineMode(known, self.generators, names, call_log, self.traced, self.checkpoints)),
             specialize_on_repr(),
         ):
             args, kwargs = self.arguments(tensors)
@@ -184,6 +182,7 @@ class TraceableJobModule(nn.Module):
                     result = UNKNOWN
         self.kept.compute()
         if result is UNKNOWN and self.reads is not None:
+            # This program computes the value that Python needs. The next trace goes on with it.
             self.result_structure, self.result_leaves = flatten_result(None)[1], (TENSOR_LEAF,)
             return tuple(item.clone() for item in (self.reads.tensors[-1], *self.reads.tensors[:-1]))
         leaves, self.result_structure = flatten_result(result)
@@ -196,7 +195,7 @@ class TraceableJobModule(nn.Module):
         values = tuple(leaf.detach().clone() for leaf in leaves if isinstance(leaf, Tensor))
         checks = () if self.reads is None else tuple(item.clone() for item in self.reads.tensors)
         if self.reads is not None:
-            self.reads.end_function()
+            self.reads.has_returned = True
         if not self.source.trains:
             return (*values, *checks)
         loss = extract_loss(result, self.source.name)
@@ -256,7 +255,9 @@ def capture(
     shape_env = LineTrackingShapeEnv() if sizes is None else sizes.shape_env
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(restore_dispatch_keys())
+        # Afterwards PyTorch dispatches as before, also if an error leaves keys excluded.
+        keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        stack.enter_context(torch._C._ForceDispatchKeyGuard(*keys))
         # PyTorch keeps the last capture's fake tensors here; their destructors warn when the interpreter exits.
         stack.callback(PhiloxStateTracker.reset)
         # Trace the backward outside of an autocast context around the call.
@@ -280,7 +281,7 @@ def capture(
             average_with_tensors(),
             contextlib.nullcontext() if source.draws_by_counter else trace_forks(job.generators),
             restore_module_tensors(source.modules),
-            as_plain_parameters(list_parameters(source.modules)),
+            as_plain_parameters([item for module in source.modules.values() for item in module.parameters()]),
         ):
             require_traceable_modules(source.modules)
             with refuse_use_of_old_data(lambda: job.module_tensors):
@@ -308,13 +309,6 @@ def capture(
         print_line=job.effects.first_print_line(),
         reads=() if reads is None else tuple(map(ValueRead, reads.values, reads.lines)),
     )
-
-
-def restore_dispatch_keys() -> contextlib.AbstractContextManager[Any]:
-    """Return a context after which PyTorch dispatches as before, also if an error leaves keys excluded."""
-    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    guard: contextlib.AbstractContextManager[Any] = torch._C._ForceDispatchKeyGuard(include, exclude)
-    return guard
 
 
 def trace_until_stable(
@@ -355,16 +349,9 @@ def silence_trace_loggers() -> Iterator[None]:
     Nor does it warn that an exception has ended the backward pass, for example the KeyboardInterrupt of a Ctrl-C.
     """
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", SYMBOLIC_SHAPES_LOGGER)]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Error detected in ")
-            yield
-    finally:
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
+    with replace_attributes(*((logger, "disabled", True) for logger in loggers)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Error detected in ")
+        yield
 
 
 @contextlib.contextmanager
@@ -382,11 +369,6 @@ def restore_module_tensors(modules: Mapping[str, nn.Module]) -> Iterator[None]:
     finally:
         for table, before in tables:
             table.update(before)
-
-
-def list_parameters(modules: Mapping[str, nn.Module]) -> list[Tensor]:
-    """Return the parameters of modules."""
-    return [item for module in modules.values() for item in module.parameters()]
 
 
 @contextlib.contextmanager
@@ -455,9 +437,6 @@ def is_view(node: fx.Node) -> bool:
     )
 
 
-HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-
 class ElementwiseTypes:
     """PyTorch's functions on types, except that shapes and strides in half precision are computed in that dtype."""
 
@@ -475,7 +454,7 @@ class ElementwiseTypes:
         computed, result = self._original.elementwise_dtypes(*args, **kwargs)
         tensors = [item for item in args if isinstance(item, Tensor)]
         dtypes = {item.dtype for item in tensors}
-        is_half = len(dtypes) == 1 and computed == torch.float32 and dtypes <= set(HALF_DTYPES)
+        is_half = len(dtypes) == 1 and computed == torch.float32 and dtypes <= {torch.float16, torch.bfloat16}
         if is_half and all(item.is_meta for item in tensors):
             (computed,) = dtypes
         return computed, result
@@ -484,10 +463,5 @@ class ElementwiseTypes:
 @contextlib.contextmanager
 def trace_half_precision_layouts() -> Iterator[None]:
     """Within the context, traces give results in half precision the strides that kernels give them."""
-    names = vars(wrappers)
-    before = names["utils"]
-    names["utils"] = ElementwiseTypes(before)
-    try:
+    with replace_attributes((wrappers, "utils", ElementwiseTypes(vars(wrappers)["utils"]))):
         yield
-    finally:
-        names["utils"] = before

@@ -5,9 +5,10 @@ changes of memory; on one device it warns of the latter.
 """
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, refuse_set_data
+from rankless.compiler.tracing.replaced_attributes import make_refusing_function, replace_attributes
 from rankless.errors import CaptureError
 from rankless.user_code import is_user_code, user_line
 
@@ -48,20 +50,6 @@ REFUSED_WITHOUT_CAPTURE = frozenset(
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within the context, an attribute has another value."""
-    is_own, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)  # a base class has the original
-
-
-@contextlib.contextmanager
 def refuse_training_calls() -> Iterator[None]:
     """Within the context, backward, clipping, loss scaling and optimizer or scheduler steps raise `CaptureError`.
 
@@ -78,32 +66,35 @@ def refuse_training_calls() -> Iterator[None]:
         (clip_grad, "_get_total_norm", GRADIENT_CLIPPING),
         (clip_grad, "_group_tensors_by_device_and_dtype", GRADIENT_CLIPPING),
     ]
-    with contextlib.ExitStack() as stack:
-        for owner, name, reason in refused_methods:
-            stack.enter_context(replaced(owner, name, make_refusing_function(vars(owner)[name], reason)))
-        hook = register_optimizer_step_pre_hook(lambda *_: raise_refusal(OPTIMIZER_STEP))
-        stack.callback(hook.remove)
-        yield
+
+    def refuse_step(*_: Any) -> None:
+        raise refuse_training_call(OPTIMIZER_STEP, sys._getframe(1))
+
+    replaced = [
+        (owner, name, make_refusing_function(vars(owner)[name], refuse_always, partial(refuse_training_call, reason)))
+        for owner, name, reason in refused_methods
+    ]
+    with replace_attributes(*replaced):
+        hook = register_optimizer_step_pre_hook(refuse_step)
+        try:
+            yield
+        finally:
+            hook.remove()
 
 
-def make_refusing_function(original: Callable[..., Any], reason: tuple[str, str]) -> Callable[..., Any]:
-    """Return a replacement for a function that raises with the reason why the job may not call it."""
-
-    @functools.wraps(original)
-    def refusing_function(*_args: Any, **_kwargs: Any) -> Any:
-        raise_refusal(reason)
-
-    return refusing_function
+def refuse_always(_file: str) -> bool:
+    """Return that a call is refused in whatever file it stands."""
+    return True
 
 
-def raise_refusal(reason: tuple[str, str]) -> None:
-    """Raise `CaptureError` for a training call in a job."""
+def refuse_training_call(reason: tuple[str, str], frame: FrameType) -> CaptureError:
+    """Return the error for a training call in a job."""
     call, fix = reason
-    raise CaptureError(
+    return CaptureError(
         expected="a job that computes its results and leaves the rest of the step to Rankless",
         found=f"{call} inside the job",
         fix=fix,
-        where=user_line(sys._getframe(1)),
+        where=user_line(frame),
     )
 
 
@@ -111,30 +102,22 @@ def raise_refusal(reason: tuple[str, str]) -> None:
 def refuse_untraced_changes() -> Iterator[None]:
     """Within the context, `torch.utils.swap_tensors` and the user's calls of `Tensor.set_` raise `CaptureError`."""
     swap, set_memory = torch.utils.swap_tensors, torch.Tensor.set_
-    with (
-        replaced(torch.utils, "swap_tensors", refuse_by_file(swap, is_refused=lambda _file: True)),
+    with replace_attributes(
+        (torch.utils, "swap_tensors", make_refusing_function(swap, refuse_always, partial(refuse_change, swap))),
         # PyTorch's tracing calls `set_` too.
-        replaced(torch.Tensor, "set_", refuse_by_file(set_memory, is_refused=is_user_code)),
+        (torch.Tensor, "set_", make_refusing_function(set_memory, is_user_code, partial(refuse_change, set_memory))),
     ):
         yield
 
 
-def refuse_by_file(original: Callable[..., Any], *, is_refused: Callable[[str], bool]) -> Callable[..., Any]:
-    """Return a replacement for a function that raises `CaptureError` if called from a file that `is_refused`."""
-
-    @functools.wraps(original)
-    def refusing_function(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        if not is_refused(frame.f_code.co_filename):
-            return original(*args, **kwargs)
-        raise CaptureError(
-            expected="a job that gives no tensor other memory",
-            found=f"{original.__name__}() inside the job",
-            fix="change tensors in place with copy_(): buffers inside the job, parameters outside it",
-            where=user_line(frame),
-        )
-
-    return refusing_function
+def refuse_change(function: Callable[..., Any], frame: FrameType) -> CaptureError:
+    """Return the error for a call of a function that gives a tensor other memory."""
+    return CaptureError(
+        expected="a job that gives no tensor other memory",
+        found=f"{function.__name__}() inside the job",
+        fix="change tensors in place with copy_(): buffers inside the job, parameters outside it",
+        where=user_line(frame),
+    )
 
 
 @contextlib.contextmanager
@@ -143,7 +126,7 @@ def leave_recurrent_weights() -> Iterator[None]:
 
     PyTorch does it in a forward pass whose weights are other tensors than before, as those of a trace are.
     """
-    with replaced(nn.RNNBase, "flatten_parameters", lambda _: None):
+    with replace_attributes((nn.RNNBase, "flatten_parameters", lambda _: None)):
         yield
 
 
@@ -169,5 +152,5 @@ def warn_of_refused_changes(tensors: ModuleTensors, *, warn: Callable[[CaptureEr
         if is_refused:
             warn(refuse_set_data(tensors.describe(tensor)), user_line(sys._getframe(1)))
 
-    with replaced(torch.Tensor, "data", property(get_data, set_data)):
+    with replace_attributes((torch.Tensor, "data", property(get_data, set_data))):
         yield

@@ -38,12 +38,10 @@ def clear_autocast_cache() -> Iterator[None]:
 @contextlib.contextmanager
 def disable_autocast(device_type: str) -> Iterator[None]:
     """Within the context, operators run in the dtypes of their inputs."""
-    if not any(get_autocast_state(device_type)):
-        yield
-        return
     with contextlib.ExitStack() as stack:
-        for kind in dict.fromkeys(("cpu", device_type)):
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        if any(get_autocast_state(device_type)):
+            for kind in dict.fromkeys(("cpu", device_type)):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -1,14 +1,16 @@
 """Convert the graph that PyTorch traced into a logical program: name inputs and outputs, remove redundant nodes.
 
-Let operators take the values that the job's Python has read, in place of the tensors that have them.
-
-A program is only valid for the values that it was captured for; see Note [values that Python reads]. So an index that
-Python has read, as that of an expert, is a constant: then nothing waits for the tensor but its comparison.
-
-Merge what a program computes twice to select rows, so that equal masks are one value.
+A program is only valid for the values that it was captured for; see Note [values that Python reads]. So operators take
+an index that Python has read, as that of an expert, as a constant: then nothing waits for the tensor but its
+comparison.
 
 Scripts write `x[chosen == expert]` and `weights[chosen == expert]` one after the other. The rows of both are divided
-alike only if the program shows that the mask is the same; see Note [selections of divided rows].
+alike only if the program shows that the mask is the same, so equal masks are merged; see Note [selections of divided
+rows].
+
+Note [unmerged linears]: `nn.MultiheadAttention` computes time-first, and merges time and batch before its output
+projection. A batch dim that is merged behind another cannot be sharded. `linear` takes any leading dims, so the merge
+is not needed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,7 +33,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointPolicy
 
-from rankless.compiler.capture.linear_layers import unmerge_linears
 from rankless.compiler.ir.local_kernels import GeneratorStart
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
@@ -65,7 +66,7 @@ def name_inputs_and_outputs(
     Operators that Rankless adds (the mean of losses per sample, a result's copy) get the job's own `line`.
     """
     graph = graph_module.graph
-    returned = next(node for node in graph.nodes if node.op == "output")
+    returned: Any = graph.output_node()
     (values,) = returned.args
     described_outputs = [
         make_output(descriptor, find_line(value) if isinstance(value, fx.Node) else None, tensors)
@@ -140,16 +141,12 @@ def name_checks(program: LogicalProgram, values: Sequence[Any]) -> LogicalProgra
 def inline_sizes(graph: fx.Graph) -> None:
     """Replace nodes that compute sizes by the sizes themselves, which are known before the program runs."""
     for node in graph.nodes:
-        node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), get_size_or_node)
+        node.args, node.kwargs = fx.node.map_arg(
+            (node.args, node.kwargs), lambda item: item.meta["val"] if is_symbolic(item.meta.get("val")) else item
+        )
     computed = [node for node in graph.nodes if is_symbolic(node.meta.get("val"))]
     for node in reversed(computed):
         graph.erase_node(node)
-
-
-def get_size_or_node(node: fx.Node) -> Any:
-    """Return the size that a node computes, or the node."""
-    value = node.meta.get("val")
-    return value if is_symbolic(value) else node
 
 
 def make_input(descriptor: Any) -> ProgramInput | None:
@@ -188,11 +185,11 @@ def make_output(descriptor: Any, line: str | None, tensors: ModuleTensors) -> Pr
             return ProgramOutput(kind="result", name=f"result {index}", index=index)
         case GradAOTOutput(grad_of=ParamAOTInput(target=target)):
             return ProgramOutput(kind="gradient", name=target)
-        case InputMutationAOTOutput(mutated_input=BufferAOTInput(target=target)):
-            renews = f"buffer {target!r}" in tensors.lines_of_set_data
-            return ProgramOutput(kind="mutation", name=target, renews_memory=renews)
-        case InputMutationAOTOutput(mutated_input=ParamAOTInput(target=target)):
-            renews = f"parameter {target!r}" in tensors.lines_of_set_data
+        case InputMutationAOTOutput(
+            mutated_input=BufferAOTInput(target=target) | ParamAOTInput(target=target) as state
+        ):
+            kind = "buffer" if isinstance(state, BufferAOTInput) else "parameter"
+            renews = f"{kind} {target!r}" in tensors.lines_of_set_data
             return ProgramOutput(kind="mutation", name=target, renews_memory=renews)
         case InputMutationAOTOutput(mutated_input=PlainAOTInput(idx=index)):
             raise CaptureError(
@@ -258,8 +255,6 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module], *, compa
     """Return the same program with tied parameters as one input, and without aliases, final copies or unused nodes.
 
     Args:
-        program: The program.
-        modules: The job's modules.
         compares: Whether the program compares the values that Python has read.
     """
     replacements: dict[fx.Node, fx.Node] = {}
@@ -273,7 +268,7 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module], *, compa
     outputs = [
         (skip_final_copy(node) if output.kind in ("result", "check") else node, output) for node, output in outputs
     ]
-    returned = next(node for node in program.graph.nodes if node.op == "output")
+    returned: Any = program.graph.output_node()
     use_read_values(program.graph, outputs, returned)
     outputs = [(node, output) for node, output in outputs if compares or output.kind != "check"]
     returned.args = (tuple(node for node, _ in outputs),)
@@ -282,9 +277,11 @@ def clean_up(program: LogicalProgram, modules: Mapping[str, nn.Module], *, compa
     unmerge_linears(program.graph)
     merge_selections(program)
     outputs = [(node, output) for node, (_, output) in zip(returned.args[0], outputs, strict=True)]
-    # Keep unused random operators: in the plain script they advance the generator.
     needed = find_needed_counts(program.graph)
-    program.graph.eliminate_dead_code(is_impure_node=lambda node: has_side_effect(node) or node in needed)
+    program.graph.eliminate_dead_code(
+        # Unused random operators stay: in the plain script they advance the generator.
+        lambda node: node.op in ("placeholder", "output") or is_random_node(node) or node in needed
+    )
     copy, copies = copy_graph(program.graph)
     return LogicalProgram(
         name=program.name,
@@ -311,11 +308,6 @@ def drop_double_transposes(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.t.default and node.args[0].target is aten.t.default:
             node.replace_all_uses_with(node.args[0].args[0])
-
-
-def has_side_effect(node: fx.Node) -> bool:
-    """Return whether a node must stay although nothing uses its value."""
-    return node.op in ("placeholder", "output") or is_random_node(node)
 
 
 def find_needed_counts(graph: fx.Graph) -> set[fx.Node]:
@@ -353,10 +345,7 @@ def tie_inputs(
         tensor = (
             tensors.get(program_input.name) if program_input.kind in ("parameter", "buffer") else program_input.constant
         )
-        if tensor is None:
-            inputs[node] = program_input
-            continue
-        known = first.setdefault(id(tensor), node)
+        known = node if tensor is None else first.setdefault(id(tensor), node)
         if known is node:
             inputs[node] = program_input
         else:
@@ -380,7 +369,7 @@ def add_tied_gradients(
     graph: fx.Graph, outputs: list[tuple[fx.Node, ProgramOutput]], tensors: Mapping[str, Tensor]
 ) -> list[tuple[fx.Node, ProgramOutput]]:
     """Return the outputs with one gradient per parameter tensor: the sum of the gradients under all its names."""
-    returned = next(node for node in graph.nodes if node.op == "output")
+    returned: Any = graph.output_node()
     added: dict[object, tuple[fx.Node, ProgramOutput]] = {}
     for node, output in outputs:
         key = id(tensors[output.name]) if output.kind == "gradient" else output
@@ -396,13 +385,7 @@ def add_tied_gradients(
 
 
 def use_read_values(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, ProgramOutput]], returned: fx.Node) -> None:
-    """Let operators take read whole numbers and truth values as constants.
-
-    Args:
-        graph: The graph of a program.
-        outputs: What it returns.
-        returned: Its output node.
-    """
+    """Let operators take read whole numbers and truth values as constants."""
     for node, output in outputs:
         value, known = node.meta["val"], output.expected
         read = node.all_input_nodes[0] if node.target is aten.clone.default else node  # a copy of a view is returned
@@ -420,8 +403,7 @@ def use_read_values(graph: fx.Graph, outputs: Sequence[tuple[fx.Node, ProgramOut
 
 def is_single_number(value: LogicalValue) -> bool:
     """Return whether a value is one whole number or truth value."""
-    is_whole = not value.dtype.is_floating_point and not value.dtype.is_complex
-    return is_whole and all(isinstance(size, int) and size == 1 for size in value.shape)
+    return is_whole_number(value.dtype) and all(isinstance(size, int) and size == 1 for size in value.shape)
 
 
 def skip_final_copy(node: fx.Node) -> fx.Node:
@@ -500,3 +482,104 @@ def write_one_zero(node: fx.Node) -> None:
         zero = node.graph.call_function(aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
     zero.meta = {**zeros.meta, "val": LogicalValue((), (), value.dtype, value.device)}
     node.update_arg(2, zero)
+
+
+rankless_ops = torch.ops.rankless
+
+VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def unmerge_linears(graph: fx.Graph) -> None:
+    """Let `linear`, and its gradients, take values whose leading dims are not merged: see Note [unmerged linears]."""
+    for node in list(graph.nodes):
+        if node.target is rankless_ops.linear.default:
+            unmerge_linear(node)
+        elif node.target is rankless_ops.linear_weight.default:
+            unmerge_weight_gradient(node)
+        elif node.target is aten.sum.dim_IntList:
+            unmerge_sum(node)
+
+
+def unmerge_linear(node: fx.Node) -> None:
+    """Merge the dims of the result instead of those of the input; views that divide them again need no merge."""
+    value, view = node.meta["val"], find_merging_view(node.args[0])
+    leading = None if view is None else find_leading_dims(view, node)
+    if view is None or leading is None:
+        return
+    shape = (*leading, value.shape[-1])
+    arguments = (unmerge(view, leading), *node.args[1:])
+    wide = insert_call(node, node.target, arguments, make_contiguous(value, shape))
+    merged = insert_call(node, aten.view.default, (wide, list(value.shape)), value)
+    node.replace_all_uses_with(merged)
+    for user in list(merged.users):
+        if user.target in VIEWS and is_same(user.meta["val"].shape, shape):
+            user.replace_all_uses_with(wide)
+        elif user.target in VIEWS:
+            user.replace_input_with(merged, wide)
+
+
+def unmerge_weight_gradient(node: fx.Node) -> None:
+    """Compute a weight's gradient from unmerged values."""
+    grad, x = (find_merging_view(argument) for argument in node.args)
+    if grad is not None and x is not None:
+        leading = find_leading_dims(grad) or find_leading_dims(x)
+        if leading is not None:
+            node.args = (unmerge(grad, leading), unmerge(x, leading))
+
+
+def unmerge_sum(node: fx.Node) -> None:
+    """Sum a bias's gradient over the unmerged dims instead of the merged one."""
+    value, dims, *rest = node.args
+    view = find_merging_view(value)
+    leading = None if view is None else find_leading_dims(view)
+    if view is None or leading is None or dims != [0] or any(rest) or node.kwargs.get("keepdim"):
+        return
+    node.args = (unmerge(view, leading), list(range(len(leading))), *rest)
+
+
+def find_merging_view(value: Any) -> fx.Node | None:
+    """Return a value if it is a view of more dims as rows and features; otherwise None."""
+    if not isinstance(value, fx.Node) or value.target not in VIEWS:
+        return None
+    (source,) = value.all_input_nodes
+    return value if len(value.meta["val"].shape) == 2 < len(source.meta["val"].shape) else None
+
+
+def find_leading_dims(view: fx.Node, result: fx.Node | None = None) -> tuple[int, ...] | None:
+    """Return the dims that a view merges to rows, from its source or from a view that divides the result again."""
+    (source,) = view.all_input_nodes
+    before, after = source.meta["val"].shape, view.meta["val"].shape
+    if is_same(before[-1:], after[-1:]):
+        return tuple(before[:-1])
+    if result is None:
+        return None
+    features = result.meta["val"].shape[-1:]
+    divided = [tuple(user.meta["val"].shape) for user in result.users if user.target in VIEWS]
+    return next((shape[:-1] for shape in divided if len(shape) > 2 and is_same(shape[-1:], features)), None)
+
+
+def unmerge(view: fx.Node, leading: tuple[int, ...]) -> fx.Node:
+    """Return the value of a merging view with these leading dims in place of rows."""
+    (source,) = view.all_input_nodes
+    shape = (*leading, view.meta["val"].shape[-1])
+    if is_same(source.meta["val"].shape, shape):
+        return source
+    return insert_call(view, aten.view.default, (source, list(shape)), make_contiguous(view.meta["val"], shape))
+
+
+def insert_call(before: fx.Node, target: Any, args: tuple[Any, ...], value: LogicalValue) -> fx.Node:
+    """Insert an operator in front of a node, with that node's origin."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(target)
+    # Set the arguments afterwards: PyTorch warns about sizes among the arguments of a new node.
+    node.args = args
+    node.meta = {**before.meta, "val": value}
+    return node
+
+
+def make_contiguous(value: LogicalValue, shape: tuple[int, ...]) -> LogicalValue:
+    """Return the value in another shape, contiguous."""
+    strides: list[int] = [1]
+    for size in reversed(shape[1:]):
+        strides.insert(0, strides[0] * size)
+    return replace(value, shape=shape, strides=tuple(strides))

@@ -67,11 +67,7 @@ class ResultStructure:
 
 
 def flatten_result(result: Any) -> tuple[list[Any], ResultStructure]:
-    """Return the tensors and plain values of a result, and its structure.
-
-    Args:
-        result: What a job's function returns.
-    """
+    """Return the tensors and plain values of a result, and its structure."""
     return _flatten(result, ())
 
 

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.compiler.capture.forbidden_calls import refuse_training_calls, refuse_untraced_changes
-from rankless.compiler.guards.guard_discovery import GuardDiscovery, collect_guards, discover_guards
+from rankless.compiler.guards.guard_discovery import GuardDiscovery, discover_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.guards.python_tracer import PythonTracer
 from rankless.compiler.tracing.impure_calls import refuse_python_impure_calls
@@ -99,7 +99,7 @@ class SideEffects:
 
     def collect_guards(self) -> GuardSet:
         """Return the guards on everything that the last pass read."""
-        return collect_guards(self._function, self._modules, self._tracer, self._training)
+        return discover_guards(self._function, self._modules, self._tracer).guard_set(self._training)
 
     def changed_modes(self) -> list[tuple[nn.Module, bool]]:
         """Return the modules whose train or eval mode the job changes, with the new mode."""

@@ -91,6 +91,9 @@ TRACE_ERRORS: tuple[tuple[str, str, str], ...] = (
     ),
 )
 
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+CONVERTED_ERRORS = (*VALUE_ERRORS, UnsupportedOperatorException, SyntaxError, RuntimeError, AssertionError)
+
 GENERATED_FILE = "<rankless program>"
 """The file name of generated code."""
 SCRIPT_LINES = "script_lines"
@@ -106,30 +109,7 @@ def convert_trace_errors(job: str, line: str) -> Iterator[None]:
     except RanklessError as error:
         # Our own error, raised while tracing: only PyTorch frames lie between it and the script, so drop them.
         raise error.add_location(find_user_line(error) or line or None).with_traceback(None) from error.__cause__
-    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode) as error:
-        operator = str(getattr(error, "func", "a value"))
-        raise CaptureError(
-            expected=f"job {job!r} to be one program: no branch, loop or shape that depends on a tensor's value",
-            found=f"{OPERATOR_DESCRIPTIONS.get(operator, operator)} needs the value of a tensor",
-            fix=FIX_VALUE_READ,
-            where=find_user_line(error) or line,
-        ) from strip_frames(error)
-    except UnsupportedOperatorException as error:
-        raise CaptureError(
-            expected=f"job {job!r} to use operators that PyTorch can trace",
-            found=str(error.func),
-            fix="use another operator, or compute it outside the job",
-            where=find_user_line(error) or line,
-        ) from strip_frames(error)
-    except SyntaxError as error:
-        # PyTorch writes a graph as Python code, which fails for an overload named by a keyword, such as random_.from.
-        raise CaptureError(
-            expected=f"job {job!r} to use operators that PyTorch can write as Python code",
-            found="an operator that it cannot write, such as tensor.random_(low, high)",
-            fix="use torch.randint or similar functions",
-            where=find_user_line(error) or line,
-        ) from strip_frames(error)
-    except (RuntimeError, AssertionError) as error:
+    except CONVERTED_ERRORS as error:
         refusal = convert_error(job, error, line)
         if refusal is error:
             raise
@@ -179,19 +159,35 @@ def keep_user_frames(error: Exception) -> Exception:
     return error.with_traceback(traceback_of_user)
 
 
-def convert_error(job: str, error: RuntimeError | AssertionError, line: str) -> Exception:
+def convert_error(job: str, error: Exception, line: str) -> Exception:
     """Return the `CaptureError` for a known PyTorch error, or the error itself if the user's code raised it."""
-    message = str(error)
-    first_line = message.partition("\n")[0]
-    for pattern, expected, fix in TRACE_ERRORS:
-        if pattern in message and not (pattern == "requires_grad" and isinstance(error, NotImplementedError)):
-            return CaptureError(
-                expected=f"job {job!r} to be one program: {expected}",
-                found="a tensor from outside the job changed in place" if pattern in CHANGED_OUTSIDE else first_line,
-                fix=fix,
-                where=find_user_line(error) or line,
-            )
-    return error
+    if isinstance(error, VALUE_ERRORS):
+        operator = str(getattr(error, "func", "a value"))
+        expected = "to be one program: no branch, loop or shape that depends on a tensor's value"
+        found, fix = f"{OPERATOR_DESCRIPTIONS.get(operator, operator)} needs the value of a tensor", FIX_VALUE_READ
+    elif isinstance(error, UnsupportedOperatorException):
+        expected = "to use operators that PyTorch can trace"
+        found, fix = str(error.func), "use another operator, or compute it outside the job"
+    elif isinstance(error, SyntaxError):
+        # PyTorch writes a graph as Python code, which fails for an overload named by a keyword, such as random_.from.
+        expected = "to use operators that PyTorch can write as Python code"
+        found = "an operator that it cannot write, such as tensor.random_(low, high)"
+        fix = "use torch.randint or similar functions"
+    else:
+        message = str(error)
+        known = [
+            item
+            for item in TRACE_ERRORS
+            if item[0] in message and not (item[0] == "requires_grad" and isinstance(error, NotImplementedError))
+        ]
+        if not known:
+            return error
+        pattern, wanted, fix = known[0]
+        expected, found = f"to be one program: {wanted}", message.partition("\n")[0]
+        if pattern in CHANGED_OUTSIDE:
+            found = "a tensor from outside the job changed in place"
+    where = find_user_line(error) or line
+    return CaptureError(expected=f"job {job!r} {expected}", found=found, fix=fix, where=where)
 
 
 def find_user_line(error: BaseException) -> str | None:

@@ -67,13 +67,14 @@ class ValueReads:
         self._late_questions: list[sympy.Basic] = []
         """In the numbers of counts, in the order in which a pass makes them."""
         self._late_answers: dict[sympy.Basic, Any] = {}
-        self._has_returned = False
+        self.has_returned = False
+        """Whether the job's function has returned: the program can compare values that are read before."""
 
     def begin_pass(self) -> None:
         """Begin another trace of the same job."""
         self.tensors, self.values, self.lines = [], [], []
         self._late_answers = {}
-        self._has_returned = False
+        self.has_returned = False
         if self.environment is not None:
             self.environment.counts_made.clear()
 
@@ -103,10 +104,6 @@ class ValueReads:
         self._late_questions.append(asked)
         raise LateQuestion
 
-    def end_function(self) -> None:
-        """End the part of a trace whose values the program can compare: the job's function has returned."""
-        self._has_returned = True
-
     @property
     def has_guesses(self) -> bool:
         """Whether the trace has read more than the known values."""
@@ -116,7 +113,6 @@ class ValueReads:
         """Return the value of a tensor of one element. Raises `ValueNeeded` if it is not known.
 
         Args:
-            tensor: The tensor.
             assumed: What it is taken for if it is not known. Default: true for a truth value, and nothing for others.
         """
         self._require_running_function()
@@ -144,7 +140,7 @@ class ValueReads:
 
     def _require_running_function(self) -> None:
         """Raise `CaptureError` if the job's function has returned."""
-        if self._has_returned:
+        if self.has_returned:
             raise CaptureError(
                 expected="values of tensors that Python reads in the job's function",
                 found="one that is read in the backward pass, after the function has returned",
@@ -164,7 +160,7 @@ class ValueReads:
             GuardOnDataDependentSymNode: An operator asks while it is traced, where nothing can be computed for it.
         """
         environment, question = node.shape_env, node.expr
-        if self._has_returned:
+        if self.has_returned:
             return self._answer_late(question)
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FUNCTIONAL) is None:
             raise GuardOnDataDependentSymNode(question, f"an operator needs {question}")

@@ -1,19 +1,24 @@
-"""Generate straight-line Python code for one rank's program, and call it below autograd."""
+"""Generate straight-line Python code for one rank's program, and call it below autograd.
+
+The part of a program that computes the ids of its lookups is a program of its own (`IdsProgram`). It can run before
+the call, to ask for rows early (`context.upcoming_batches`).
+"""
 
 import linecache
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import getitem
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from rankless.compiler.capture.trace_errors import GENERATED_FILE, SCRIPT_LINES, find_generated_line, offer_whole_batch
-from rankless.compiler.codegen.lookup_ids import IdsProgram, find_lookup_ids
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
-from rankless.compiler.lowering.lower import lower
+from rankless.compiler.lowering.lower import lower, without_overwriting
 from rankless.compiler.probing.operator_probe import OperatorProbe
+from rankless.compiler.rules.extension_operators import Lookup
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.scheduling.state_storage import StateStorage
@@ -23,6 +28,78 @@ from rankless.compiler.tracing.symbolic_sizes import EXPRESSION_GLOBALS, format_
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Sharding
 from rankless.records.job_programs import PipelineRecord
+
+_NAMESPACES = ("aten", "prims")
+
+
+class IdsProgram(NamedTuple):
+    """A program of ids, which draws, sends and changes nothing.
+
+    Args:
+        function: Takes the values of the whole program's inputs, and returns the ids of each lookup.
+        sources: The number of what has the rows of each lookup.
+    """
+
+    function: Callable[..., Sequence[Tensor]]
+    sources: tuple[int, ...]
+
+    def __call__(self, values: Sequence[Tensor], sizes: Sequence[int] = ()) -> list[tuple[int, Tensor]]:
+        """Return the source and the ids of each lookup, in the order of the program."""
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+            return list(zip(self.sources, self.function(*sizes, *values), strict=True))
+
+
+def find_lookup_ids(graph: fx.Graph) -> tuple[fx.Graph, tuple[int, ...]] | None:
+    """Return the part of a rank's program that computes the ids of lookups, and the number of what has each one's rows.
+
+    These are lookups whose ids follow from the program's inputs, without other ranks and random numbers. The part has
+    all inputs of the program. None if there are no such lookups.
+    """
+    lookups = [node for node in graph.nodes if isinstance(node.target, Lookup)]
+    known: dict[fx.Node, bool] = {}
+    found = []
+    for node in graph.nodes if lookups else ():
+        known[node] = node.op == "placeholder" or (_is_pure(node) and all(known[each] for each in node.all_input_nodes))
+    for node in lookups:
+        _, ids, source, *_ = node.args
+        if isinstance(ids, fx.Node) and known[ids] and isinstance(source, int):
+            found.append((source, ids))
+    if not found:
+        return None
+    return _copy_part(graph, [ids for _, ids in found]), tuple(source for source, _ in found)
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Return whether an operator depends on nothing but its arguments, and changes nothing."""
+    if "collective" in node.meta:
+        return False
+    target = without_overwriting(node.target)
+    if not isinstance(target, torch._ops.OpOverload):
+        return target is getitem
+    is_plain = target.namespace in _NAMESPACES and not target._schema.is_mutable
+    return is_plain and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _copy_part(graph: fx.Graph, wanted: Iterable[fx.Node]) -> fx.Graph:
+    """Return a graph of all inputs, and of what the wanted values need. Its output is the wanted values."""
+    wanted = list(wanted)
+    needed, rest = set(wanted), list(wanted)
+    while rest:
+        inputs = [each for each in rest.pop().all_input_nodes if each not in needed]
+        needed.update(inputs)
+        rest += inputs
+    part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            copies[node] = part.placeholder(node.name)
+        elif node in needed:
+            # The arguments are set afterwards: PyTorch warns about sizes among the arguments of a new node.
+            copies[node] = copy = part.call_function(without_overwriting(node.target))
+            copy.args = fx.map_arg(node.args, copies.__getitem__)
+            copy.kwargs = fx.map_arg(node.kwargs, copies.__getitem__)
+            copy.meta["line"] = node.meta.get("line", "")
+    part.output(tuple(copies[node] for node in wanted))
+    return part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +174,7 @@ def generate_function(graph: fx.Graph, sizes: Sequence[str] = ()) -> Callable[..
             arguments += [f"{key}={code.text(item)}" for key, item in node.kwargs.items()]
             code.lines.append(f"{node.name} = {code.constant(node.target)}({', '.join(arguments)})")
             code.origins[len(code.lines)] = node.meta.get("line", "")
+        # A value's memory is free after its last use, as in the script, where no name refers to it any more.
         dropped = [value.name for value in node.all_input_nodes if last_use.get(value) is node]
         if node not in last_use:
             dropped.append(node.name)
@@ -165,11 +243,7 @@ def build_local_program(
     """Shard, lower and schedule a logical program for the rank of `mesh`.
 
     Args:
-        program: The program, the same on all ranks.
-        argument_shardings: The sharding of each of its tensor arguments.
-        mesh: The ranks.
         storage: The memory of gradients, and which states a worker holds in pieces. Default: new memory, and none.
-        sizes: The names of varying sizes.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
     storage = storage or StateStorage()
@@ -189,5 +263,5 @@ def build_local_program(
         collectives=local.collectives,
         workers=mesh.size,
         recomputed=local.recomputed,
-        ids=known_ids and IdsProgram(generate_function(known_ids.graph, sizes), known_ids.sources),
+        ids=known_ids and IdsProgram(generate_function(known_ids[0], sizes), known_ids[1]),
     )

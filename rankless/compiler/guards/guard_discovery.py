@@ -1,7 +1,11 @@
-"""Discover what a job reads: from its function, its modules and the trace of a pass, down to plain values."""
+"""Discover what a job reads: from its function, its modules and the trace of a pass, down to plain values.
+
+The bytecode of a function says which names it uses.
+"""
 
 import argparse
 import dataclasses
+import dis
 import functools
 import gc
 import hashlib
@@ -12,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from enum import Enum
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -23,9 +28,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rankless.compiler.guards.bytecode_names import NO_NAMES, BytecodeReader, ReadNames, extract_names, unwrap_functions
 from rankless.compiler.guards.guards import (
-    CellGuard,
     ContainerGuard,
     Guard,
     GuardSet,
@@ -51,6 +54,101 @@ from rankless.errors import CaptureError
 from rankless.ownership.extension_modules import list_extension_packages
 from rankless.user_code import is_user_code
 
+DYNAMIC_ACCESS_NAMES = frozenset(
+    {"getattr", "vars", "__dict__", "__getattribute__", "attrgetter", "methodcaller", "asdict", "astuple", "fields"}
+    | {"copy", "deepcopy"}
+)
+"""Code that uses one of these names may read attributes that it does not name."""
+
+GLOBAL_OPCODES = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+
+
+@dataclass(frozen=True, eq=False)
+class ReadNames:
+    """The names that a function and its nested functions read; with `includes_all` it may read any attribute."""
+
+    names: frozenset[str]
+    includes_all: bool = False
+    global_names: frozenset[str] = frozenset()
+    imported_modules: frozenset[str] = frozenset()
+    """Modules imported inside the function."""
+
+    @functools.cached_property
+    def explicit(self) -> "ReadNames":
+        """The same names without the attributes that the code may read but does not name."""
+        if not self.includes_all:
+            return self
+        return ReadNames(self.names, global_names=self.global_names, imported_modules=self.imported_modules)
+
+    def select(self, namespace: Any) -> list[str]:
+        """Return the names that are in a namespace, in the same order in every process."""
+        if self.includes_all:
+            return sorted(name for name in namespace if isinstance(name, str) and not name.startswith("__"))
+        return sorted(self.names & namespace.keys())
+
+
+NO_NAMES = ReadNames(frozenset())
+
+
+class BytecodeReader:
+    """Reads the names in code objects, each once."""
+
+    def __init__(self) -> None:
+        self._cache: dict[CodeType, ReadNames] = {}
+
+    def read_names(self, code: CodeType) -> ReadNames:
+        """Return the names that this code reads."""
+        if code not in self._cache:
+            names = extract_names(code)
+            instructions = [item for part in list_codes(code) for item in dis.get_instructions(part)]
+            accessed_globally = frozenset(item.argval for item in instructions if item.opname in GLOBAL_OPCODES)
+            self._cache[code] = ReadNames(
+                names,
+                includes_all=bool(names & DYNAMIC_ACCESS_NAMES),
+                global_names=names if "globals" in names else accessed_globally,
+                imported_modules=frozenset(item.argval for item in instructions if item.opname == "IMPORT_NAME"),
+            )
+        return self._cache[code]
+
+    def imported_modules(self, code: CodeType, namespace: dict[str, Any]) -> list[tuple[str, ModuleType]]:
+        """Return the modules that code imports when it runs."""
+        package = namespace.get("__package__") or ""
+        found = []
+        for name in sorted(self.read_names(code).imported_modules):
+            module = sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
+            if module is not None:
+                found.append((name, module))
+        return found
+
+
+def list_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of its nested functions."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from list_codes(constant)
+
+
+def extract_names(code: CodeType) -> frozenset[str]:
+    """Return the names in a function's code, and identifiers in its string constants: `getattr(settings, "scale")`."""
+    names = set[str]()
+    for part in list_codes(code):
+        names.update(part.co_names)
+        names.update(item for item in part.co_consts if isinstance(item, str) and item.isidentifier())
+    return frozenset(names)
+
+
+def unwrap_functions(value: Any) -> list[FunctionType]:
+    """Return the Python functions behind a method, property or decorated function."""
+    if isinstance(value, FunctionType):
+        return [value]
+    if isinstance(value, property):
+        inner = [value.fget]
+    else:
+        inner = [getattr(value, "__func__", None), getattr(value, "__wrapped__", None)]
+    return [function for item in inner if item is not None for function in unwrap_functions(item)]
+
+
 MAX_COMPARED_ITEMS = 100_000
 """Capture refuses containers with more items, which would be compared at every call."""
 
@@ -65,34 +163,16 @@ MODULE_TABLES = frozenset(
 """Attributes that `ModuleGuard` covers, and those that recurrent modules rewrite whenever a parameter is set."""
 
 
-def list_module_attributes(module: nn.Module) -> frozenset[str]:
-    """Return the attributes that are no Python state of the job: tables, and weights that a hook computes."""
-    return MODULE_TABLES.union(weight.name for weight in find_recomputed_weights([module]))
-
-
 NAMESPACE_TYPES = (SimpleNamespace, argparse.Namespace)
 COMPREHENSION_NAMES = ("<genexpr>", "<listcomp>", "<setcomp>", "<dictcomp>")
 
 
-def collect_guards(
-    function: Callable[..., Any],
-    modules: Mapping[str, nn.Module],
-    tracer: PythonTracer | None = None,
-    training: Mapping[int, bool] | None = None,
-) -> GuardSet:
-    """Return guards for a job's function, its modules, and the code of a traced pass, with the present values.
-
-    `training` gives the expected modes by module id where they differ from the present ones.
-    """
-    return discover_guards(function, modules, tracer).guard_set(training or {})
-
-
 def discover_guards(
-    function: Callable[..., Any], modules: Mapping[str, nn.Module], tracer: PythonTracer | None
+    function: Callable[..., Any], modules: Mapping[str, nn.Module], tracer: PythonTracer | None = None
 ) -> "GuardDiscovery":
     """Return a `GuardDiscovery` that has visited the function, the modules and the trace."""
     discovery = GuardDiscovery(None if tracer is None else tracer.codes)
-    discovery.visit_value("job", function)
+    discovery.visit("job", function, NO_NAMES)
     for name, module in modules.items():
         discovery.visit_module(name, module)
     if tracer is not None:
@@ -135,10 +215,11 @@ class GuardDiscovery:
             for item in gc.get_referrers(*missing):
                 if isinstance(item, FunctionType):
                     self._visit_function(item)
+        # Backward hooks and autograd functions run after the trace of the forward pass, which has not seen their code.
         executed, self._executed = self._executed, None
         for submodule in list(self.submodules.values()):
             for hook in (*submodule._backward_hooks.values(), *submodule._backward_pre_hooks.values()):
-                self._visit("a backward hook", hook, NO_NAMES)
+                self.visit("a backward hook", hook, NO_NAMES)
         for code, namespace in list(tracer.codes.items()):
             for name in sorted(self._reader.read_names(code).global_names & namespace.keys()):
                 self._visit_autograd_function(namespace[name])
@@ -149,7 +230,7 @@ class GuardDiscovery:
                 if snapshot(value) is not value:
                     self._add_query(label, functools.partial(return_value, value), (id(value), "itself"))
             else:
-                self._visit(label, value, self._reader.read_names(code))
+                self.visit(label, value, self._reader.read_names(code))
         environment: Mapping[Any, Any] = vars(os.environ)["_data"]  # without a copy and decoding
         for name in sorted(tracer.environment):
             key: Any = os.fsencode(name)
@@ -163,10 +244,6 @@ class GuardDiscovery:
                 self._visited_modules.add(id(submodule))
                 self.submodules[name] = submodule
                 self._visit_attributes(name, submodule, self._names_read_by_class(type(submodule)))
-
-    def visit_value(self, label: str, value: Any) -> None:
-        """Visit a value, such as the job's function."""
-        self._visit(label, value, NO_NAMES)
 
     def _names_read_by_class(self, kind: type) -> ReadNames:
         """Return the names that the methods of a module's class read."""
@@ -194,14 +271,14 @@ class GuardDiscovery:
         names = self._reader.read_names(code)
         self._visited_codes.add(code)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            self._add_guard((id(cell), name), read_cell(cell), functools.partial(CellGuard, name, cell))
-            self._visit(name, read_cell(cell), names)
+            self._add_query(name, functools.partial(read_cell, cell), (id(cell), name))
+            self.visit(name, read_cell(cell), names)
         self._visit_globals(code, function.__globals__)
         label = function.__name__
         for name in ("__defaults__", "__kwdefaults__", "__code__"):
             self._add_query(f"{label}.{name}", functools.partial(getattr, function, name), (id(function), name))
-        self._visit(label, function.__defaults__, names)
-        self._visit(label, function.__kwdefaults__, names)
+        self.visit(label, function.__defaults__, names)
+        self.visit(label, function.__kwdefaults__, names)
         self._visit_attributes(label, function, names)
 
     def _was_executed(self, code: CodeType) -> bool:
@@ -222,13 +299,13 @@ class GuardDiscovery:
         for name in sorted(names.global_names & vars(sys.modules["builtins"]).keys() - namespace.keys()):
             self.guards.setdefault((id(namespace), name), NamespaceGuard(name, namespace, name, MISSING))
         for name, module in self._reader.imported_modules(code, namespace):
-            self._visit(name, module, names)
+            self.visit(name, module, names)
 
     def _visit_entry(self, label: str, namespace: Mapping[str, Any], name: str, names: ReadNames) -> None:
         """Guard an entry of a namespace and visit its value."""
         value = namespace[name]
         self._add_guard((id(namespace), name), value, lambda value: NamespaceGuard(label, namespace, name, value))
-        self._visit(label, value, names)
+        self.visit(label, value, names)
 
     def _add_guard(self, key: tuple[int, str], value: Any, guard: Callable[[Any], Guard]) -> None:
         """Add a guard on a plain value, or on the identity of an object."""
@@ -238,7 +315,7 @@ class GuardDiscovery:
         value = query()
         self._add_guard(key, value, lambda value: QueryGuard(label, query, value))
 
-    def _visit(self, label: str, value: Any, names: ReadNames) -> None:
+    def visit(self, label: str, value: Any, names: ReadNames) -> None:
         """Visit a value that is not plain."""
         if value is MISSING or is_plain(value) or (id(value), id(names)) in self._visited:
             return
@@ -279,11 +356,11 @@ class GuardDiscovery:
             self._visit_function(function)
         if isinstance(value, MethodType):
             inner = [self._reader.read_names(function.__code__) for function in unwrap_functions(value)]
-            self._visit(label, value.__self__, inner[0] if inner else names)
+            self.visit(label, value.__self__, inner[0] if inner else names)
         elif isinstance(value, functools.partial):
             for name in ("func", "args", "keywords"):
                 self._add_query(f"{label}.{name}", functools.partial(getattr, value, name), (id(value), name))
-                self._visit(label, getattr(value, name), names)
+                self.visit(label, getattr(value, name), names)
 
     def _visit_container(self, label: str, container: Any, names: ReadNames) -> None:
         """Guard a container's items and visit each."""
@@ -295,7 +372,7 @@ class GuardDiscovery:
         items = ContainerGuard(label, container, keys if is_mapping else None, kept)
         self.guards.setdefault((id(container), "items"), items)
         for key, item in zip(keys if is_mapping else range(len(values)), values, strict=True):
-            self._visit(f"{label}[{key!r:.40}]", item, names)
+            self.visit(f"{label}[{key!r:.40}]", item, names)
         if get_namespace(container) is not None:
             self._visit_attributes(label, container, names)
 
@@ -309,10 +386,10 @@ class GuardDiscovery:
             self._add_query(label, lambda: bytes(value), (id(value), "bytes"))
         if isinstance(value, ReferenceType):
             self._add_query(f"{label}()", value, (id(value), "referent"))
-            self._visit(label, value(), names)
+            self.visit(label, value(), names)
         elif isinstance(value, ContextVar):
             self._add_query(label, lambda: value.get(MISSING), (id(value), "context"))
-            self._visit(label, value.get(MISSING), names)
+            self.visit(label, value.get(MISSING), names)
         elif isinstance(value, numpy.random.Generator | numpy.random.RandomState):
             self.read_only_states.append(QueryGuard(label, lambda: hash_rng_state(value), hash_rng_state(value)))
         elif isinstance(value, io.IOBase):
@@ -323,11 +400,11 @@ class GuardDiscovery:
             self.iterators[label] = value
         elif isinstance(value, functools._lru_cache_wrapper):
             self._add_query(f"{label}.cache_info()", lambda: get_cache_state(value), (id(value), "cache"))
-            self._visit(label, value.__wrapped__, names)
+            self.visit(label, value.__wrapped__, names)
         else:
             self._visit_attributes(label, value, names)
             if isinstance(value, Enum):
-                self._visit(f"{label}.value", value._value_, names)
+                self.visit(f"{label}.value", value._value_, names)
 
     def _visit_attributes(self, label: str, value: Any, names: ReadNames) -> None:
         """Visit the attributes of an object that code names: its own, its slots, and its class's."""
@@ -339,7 +416,9 @@ class GuardDiscovery:
             names = names.explicit
         namespace = get_namespace(value)
         if namespace is not None:
-            own = list_module_attributes(value) if isinstance(value, nn.Module) else frozenset()
+            own = frozenset[str]()  # no Python state of the job: tables, and weights that a hook computes
+            if isinstance(value, nn.Module):
+                own = MODULE_TABLES.union(weight.name for weight in find_recomputed_weights([value]))
             for name in names.select(namespace):
                 if name not in own:
                     # Dynamic access reads this object's attributes. Only plain data passes it on to their values.
@@ -363,7 +442,7 @@ class GuardDiscovery:
                 return MISSING
 
         self._add_query(label, query, (id(value), slot.__name__))
-        self._visit(label, query(), names)
+        self.visit(label, query(), names)
 
     def _visit_class(self, label: str, kind: type, names: ReadNames) -> None:
         """Visit what a user's class defines or inherits under the names that code reads."""

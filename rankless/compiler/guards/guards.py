@@ -64,25 +64,8 @@ class NamespaceGuard:
 
 
 @dataclass(frozen=True)
-class CellGuard:
-    """Guards the content of a closure cell."""
-
-    label: str
-    cell: CellType
-    value: Any
-
-    def holds(self) -> bool:
-        """Return whether the content is unchanged."""
-        return is_same(read_cell(self.cell), self.value)
-
-    def describe_change(self) -> str:
-        """Describe the old and the new content."""
-        return f"was {format_briefly(self.value)} and is {format_briefly(read_cell(self.cell))}"
-
-
-@dataclass(frozen=True)
 class QueryGuard:
-    """Guards the result of a query, such as a slot or the state of a cache."""
+    """Guards the result of a query, such as a slot, a closure's cell or the state of a cache."""
 
     label: str
     query: Callable[[], Any]
@@ -207,17 +190,11 @@ class ModuleGuard:
             if isinstance(table := vars(submodule).get(name), dict)
         ]
         tables += [("a hook of all modules", table) for table in GLOBAL_HOOK_TABLES]
-        self._empty_tables = [table for _, table in tables if not table]
+        self._empty_tables: list[dict[str, Any]] = [table for _, table in tables if not table]
         self._filled_tables = [(label, table, [*table], [*table.values()]) for label, table in tables if table]
-        self._tables = [
-            table for submodule in self._submodules for table in (submodule._parameters, submodule._buffers) if table
-        ]
-        self._empty_tensor_tables = [
-            table
-            for submodule in self._submodules
-            for table in (submodule._parameters, submodule._buffers)
-            if not table
-        ]
+        tensor_tables = [table for module in self._submodules for table in (module._parameters, module._buffers)]
+        self._tables = [table for table in tensor_tables if table]
+        self._empty_tables += [table for table in tensor_tables if not table]
         self._names = list(chain.from_iterable(self._tables))
         self._tensors = list_tensors(self._tables)
         self._is_parameter = [isinstance(tensor, nn.Parameter) for tensor in self._tensors]
@@ -233,7 +210,7 @@ class ModuleGuard:
         return self._find_difference() or "is unchanged"
 
     def _find_difference(self) -> str | None:
-        if any(self._empty_tables) or any(self._empty_tensor_tables):
+        if any(self._empty_tables):
             return "has a new submodule, hook or tensor"
         for label, table, keys, values in self._filled_tables:
             if len(table) != len(keys) or not all(map(is_, table.values(), values)) or [*table] != keys:

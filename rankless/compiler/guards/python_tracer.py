@@ -1,6 +1,6 @@
 """Trace the user's Python during capture: which code runs, with which objects, which environment variables it reads.
 
-Note [python tracer]: reading bytecode (`bytecode_names`) misses functions that code reaches without their names: a
+Note [python tracer]: reading bytecode (`guard_discovery`) misses functions that code reaches without their names: a
 function in a table, a method with a computed name, a property, a callable object. A profile function sees every call.
 PyTorch's own Python makes thousands of calls per operator, so `SourceLineMode` turns the profiler off inside each.
 """
@@ -72,7 +72,9 @@ class PythonTracer:
         elif event in ("call", "return"):
             code = frame.f_code
             if self._is_user_frame(frame):
-                self._record_frame(code, frame)
+                self.codes[code] = frame.f_globals
+                for name, value in frame.f_locals.items():
+                    self._record_object(name, value, code)
                 caller = frame.f_back
                 if event == "return" and caller is not None and self._is_user_frame(caller):
                     self._record_object(code.co_name, argument, caller.f_code)
@@ -98,11 +100,6 @@ class PythonTracer:
         if is_user is None:
             is_user = self._user_file_cache[file] = is_user_code(file)
         return is_user
-
-    def _record_frame(self, code: CodeType, frame: FrameType) -> None:
-        self.codes[code] = frame.f_globals
-        for name, value in frame.f_locals.items():
-            self._record_object(name, value, code)
 
     def _record_object(self, name: str, value: Any, code: CodeType) -> None:
         if not isinstance(value, PLAIN_TYPES) and not isinstance(value, Tensor):

@@ -81,8 +81,6 @@ class DataFlow:
     """The values that parts of a step take from each other.
 
     Args:
-        partition: When and where each node runs.
-        stage_workers: The workers of stages.
         holders: The workers that have inputs.
         outputs: For each output of the program the workers that compute it.
     """
@@ -137,14 +135,11 @@ class DataFlow:
             if phase == "free":
                 needs.update(dict.fromkeys(map(Need, self.list_free_joins(value.name))))
                 continue
-            is_sum = phase in UNIT_KINDS and self._takes_sum(value, user)
+            partition = self.partition
+            takes_sum = partition.is_partial(value) if user is None else partition.takes_sum_of(user, value)
+            is_sum = phase in UNIT_KINDS and takes_sum
             if is_sum or self.find_part(value.name) != part:
                 needs[Need(value.name, is_sum)] = None
-
-    def _takes_sum(self, value: fx.Node, user: fx.Node | None) -> bool:
-        if user is not None:
-            return self.partition.takes_sum_of(user, value)
-        return self.partition.is_partial(value)
 
     def list_free_joins(self, name: str) -> tuple[str, ...]:
         """Return the joins that a free value needs first: each worker computes them before all units."""
@@ -170,13 +165,7 @@ class DataFlow:
         return self.find_worker(name, microbatch) != worker
 
     def list_needed(self, worker: int, source: Part, microbatch: int | None = None) -> list[Need]:
-        """Return what a worker needs of a part of the step, its own or another worker's, in program order.
-
-        Args:
-            worker: The worker.
-            source: The part.
-            microbatch: For which microbatch, if it is a unit.
-        """
+        """Return what a worker needs of a part of the step, its own or another worker's, in program order."""
         found = {
             need: None
             for part, needs in self.needs.items()
@@ -197,13 +186,7 @@ class DataFlow:
         return source == self.find_part(need.name)
 
     def list_sent(self, source: Part, target: int, microbatch: int | None = None) -> list[Need]:
-        """Return what a part of the step sends to a worker, in order: sums first, else in program order.
-
-        Args:
-            source: The part.
-            target: The worker.
-            microbatch: For which microbatch, if it is a unit.
-        """
+        """Return what a part of the step sends to a worker, in order: sums first, else in program order."""
         if self._takes_part(target, source, microbatch):
             return []
         needed = self.list_needed(target, source, microbatch)
@@ -223,13 +206,7 @@ class DataFlow:
         return not is_unit and (partition.is_invariant[name] or partition.is_summed[name])
 
     def list_stream(self, source: int, target: int, units: Sequence[Unit]) -> list[TransferredValue]:
-        """Return all that a worker sends to another before its outputs, in order.
-
-        Args:
-            source: The worker.
-            target: The other one.
-            units: The units of the worker.
-        """
+        """Return all that a worker sends to another before its outputs, in order."""
         keys = [key for need in self.list_sent(Part("prepare", source), target) for key in self.list_keys(need)]
         for unit in units:
             sent = self.list_sent(Part.of(unit), target, unit.microbatch)
@@ -273,12 +250,3 @@ def describe_tensor(key: object, logical: LogicalValue, shape: Sequence[int]) ->
     order = find_memory_order([1 if dim in repeated else size for dim, size in enumerate(sizes)], strides)
     known = tuple(None if list_traced_counts(size) else int(size) for size in shape)
     return TransferredValue(key, known, logical.dtype, logical.device, order, repeated)
-
-
-def count_uses(inputs: Iterable[Sequence[ValueKey]]) -> Mapping[ValueKey, int]:
-    """Return how often each value is taken."""
-    uses: dict[ValueKey, int] = {}
-    for keys in inputs:
-        for key in keys:
-            uses[key] = uses.get(key, 0) + 1
-    return uses

@@ -9,6 +9,11 @@ that axis; see Note [arguments of microbatches].
 Note [absent values of microbatches]: of a value that one rank along the axis `expert` has, the others have a tensor
 without rows. All of them must run collectives in the same units, so an absent value takes what the present one is
 computed from, and microbatches are joined where the others join theirs.
+
+Note [arguments of microbatches]: a loader divides a batch along `data`, and what that leaves along `expert`. A pipeline
+divides it along `data`, then into microbatches, and each of these along `expert`. So a worker has other rows of
+arguments than it needs. Before all units the workers along `expert` gather the arguments that their stages take, and
+each takes its rows of each microbatch. Arguments are small against what layers compute from them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +23,12 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.ir import local_kernels, vocabulary_kernels
-from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
+from rankless.compiler.ir.memory_order import find_memory_order, order_memory
 from rankless.compiler.lowering.local_graph import LocalGraph, find_local
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.lowering.recomputation import (
@@ -37,10 +44,25 @@ from rankless.compiler.rules.extension_operators import has_effects
 from rankless.compiler.rules.half_precision import ACCUMULATED_IN
 from rankless.compiler.rules.losses import find_class_range, finish_losses, lower_loss_terms
 from rankless.compiler.rules.strategy import LocalValue, Strategy
-from rankless.compiler.sharding.redistribute import Collective, CollectivePurpose, Redistribution, replace_placement
+from rankless.compiler.sharding.redistribute import (
+    Collective,
+    CollectivePurpose,
+    CollectiveRecord,
+    Redistribution,
+    count_bytes,
+    replace_placement,
+)
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
-from rankless.parallel.mesh import Mesh, MeshAxis
-from rankless.parallel.tensor_placement import Partial, Replicate, Sharding, compute_local_shape, remove_owners
+from rankless.parallel.mesh import Mesh, MeshAxis, find_axis
+from rankless.parallel.tensor_placement import (
+    Partial,
+    Replicate,
+    Shard,
+    Sharding,
+    compute_local_shape,
+    remove_owners,
+    split_lengths,
+)
 
 MICROBATCH = "microbatch"
 INNER_ROLES = ("expert", "sequence", "tensor")
@@ -148,12 +170,7 @@ class MicrobatchLowering(LoweringPass):
 
 @dataclass(frozen=True)
 class RecomputationInStages(Recomputation):
-    """Which values are computed again in a pipeline: none that a later stage needs, whose backward pass comes first.
-
-    Args:
-        regions: The region of each forward node that has one.
-        stages: The stage of each node.
-    """
+    """Which values are computed again in a pipeline: none that a later stage needs, whose backward pass comes first."""
 
     stages: Mapping[fx.Node, int]
 
@@ -182,8 +199,6 @@ def lower_microbatches(programs: Sequence[ShardedProgram], mesh: Mesh, stages: S
 
     Args:
         programs: The program of each microbatch, with the shardings along the axes of one microbatch.
-        mesh: The workers.
-        stages: The stages of the program.
     """
     graphs: list[LocalGraph] = []
     repeated: dict[str, Region] = {}
@@ -226,3 +241,77 @@ def is_join(node: fx.Node) -> bool:
     """Return whether a node needs all microbatches."""
     target = node.target
     return isinstance(target, Collective) and target.axis.name == MICROBATCH
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgumentExchange:
+    """A gather of an argument along the axis `expert`.
+
+    Attributes:
+        held (Shard): What each worker has before.
+        order (tuple[int, ...] | None): The order of its dims in memory; None if it is contiguous.
+        record (CollectiveRecord): What `rankless plan` shows.
+    """
+
+    axis: MeshAxis
+    held: Shard
+    order: tuple[int, ...] | None
+    record: CollectiveRecord
+
+    def run(self, value: Tensor) -> Tensor:
+        """Return the rows of all workers along the axis."""
+        whole = all_gather(value, among=self.axis, dim=self.held.dim, lengths=self.held.lengths)
+        return whole if self.order is None else order_memory(whole, self.order)
+
+
+def make_exchanges(
+    program: LogicalProgram, exchanged: Sequence[Shard | None], mesh: Mesh
+) -> Mapping[int, ArgumentExchange]:
+    """Return the gather of each tensor argument that needs one, by its number."""
+    axis = find_axis(mesh, "expert")
+    found = {}
+    for node, described in program.inputs.items():
+        held = exchanged[described.index] if described.kind == "argument" and exchanged else None
+        if held is not None and axis is not None:
+            value: LogicalValue = node.meta["val"]
+            order = find_memory_order(list(map(int, value.shape)), list(map(int, value.strides)))
+            record = describe_exchange(described.name, node, axis)
+            found[described.index] = ArgumentExchange(axis=axis, held=held, order=order, record=record)
+    return found
+
+
+def describe_exchange(name: str, node: fx.Node, axis: MeshAxis) -> CollectiveRecord:
+    """Return the record of a gather of an argument."""
+    size = count_bytes(node)
+    return CollectiveRecord(
+        kind="all_gather",
+        purpose="input",
+        value=name,
+        bytes=size,
+        sent_bytes=size * (axis.size - 1) // axis.size,
+        line=str(node.meta.get("line", "")),
+        reason="rows of each microbatch",
+        axis=axis.name,
+    )
+
+
+def divide_microbatch(
+    shardings: Sequence[Sharding], exchanged: Sequence[Shard | None], inner: Mesh, number: int
+) -> tuple[Sharding, ...]:
+    """Return the shardings of the arguments of one microbatch: the axis `expert` divides its rows.
+
+    Args:
+        exchanged: How the workers along `expert` hold each argument that microbatches divide outside of this axis.
+    """
+    time, axis = find_time_number(inner.axes), find_axis(inner, "expert")
+    if axis is None or not any(exchanged):
+        return tuple(shardings)
+    place = inner.axes.index(axis)
+    found = []
+    for sharding, held in zip(shardings, exchanged, strict=True):
+        rows = sharding[time]
+        if held is not None and isinstance(rows, Shard):
+            own = Shard(held.dim, split_lengths(rows.lengths[number], axis.size))
+            sharding = replace_placement(sharding, place, own)
+        found.append(sharding)
+    return tuple(found)

@@ -59,7 +59,7 @@ class PartGraph:
             node = self._add(self._partition.by_name[name], key.microbatch)
         elif self.streams is not None and self._is_received_here(key):
             source = self._data_flow.find_worker(name)
-            node = self._call(Streams.receive, (self.streams, key, source))
+            node = self.call(Streams.receive, (self.streams, key, source))
         else:
             node = self._get_input(key)
         self._made[key] = node
@@ -68,30 +68,26 @@ class PartGraph:
     def _get_input(self, key: ValueKey) -> fx.Node:
         """Return an input, a new one unless the graph has it already."""
         if key not in self.inputs:
-            self.inputs[key] = self._add_input()
+            # It comes after the inputs before it, and before all nodes that compute.
+            graph, last = self.graph, self._last_input
+            with graph.inserting_before() if last is None else graph.inserting_after(last):
+                self._last_input = self.inputs[key] = graph.placeholder(f"input_{len(self.inputs)}")
         return self.inputs[key]
 
     def _add_sum(self, key: ValueKey) -> fx.Node:
         """Add the terms that workers have of a sum over microbatches; see Note [sums of several workers]."""
         terms = [
-            self._get_input(key) if worker == self._worker else self._call(Streams.receive, (self.streams, key, worker))
+            self._get_input(key) if worker == self._worker else self.call(Streams.receive, (self.streams, key, worker))
             for worker in self._data_flow.list_sum_workers(key.name)
         ]
-        return terms[0] if len(terms) == 1 else self._call(add_terms, (terms,))
-
-    def _add_input(self) -> fx.Node:
-        """Add an input after those before it, and before all nodes that compute."""
-        graph, last = self.graph, self._last_input
-        with graph.inserting_before() if last is None else graph.inserting_after(last):
-            self._last_input = graph.placeholder(f"input_{len(self.inputs)}")
-        return self._last_input
+        return terms[0] if len(terms) == 1 else self.call(add_terms, (terms,))
 
     def _is_computed_here(self, key: ValueKey) -> bool:
         node = self._partition.by_name[key.name]
         phase = self._partition.phases[key.name]
         if key.is_sum or node.op == "placeholder":
             return False
-        if phase == "free":
+        if phase == "free":  # any part computes it, but what needs all microbatches is there before the units
             return not is_join(node) or self._part.phase == "prepare"
         return self._data_flow.find_part(key.name) == self._part
 
@@ -104,14 +100,10 @@ class PartGraph:
     def send(self, key: ValueKey, target: int) -> None:
         """Send a value to another worker; of a sum over microbatches the term of this worker."""
         value = self._get_input(key) if key.is_sum else self.get(key)
-        sent = self._call(Streams.send, (self.streams, value, target, self._data_flow.describe(key)))
+        sent = self.call(Streams.send, (self.streams, value, target, self._data_flow.describe(key)))
         meta = self._partition.by_name[key.name].meta
         logical = meta["value"][0] if "value" in meta else meta["source"]
         sent.meta.update(line=logical.meta.get("line", ""), module=logical.meta.get("module"))
-
-    def call(self, function: Callable[..., Any], *arguments: Any) -> fx.Node:
-        """Add a function."""
-        return self._call(function, arguments)
 
     def add_to_sum(self, name: str, microbatch: int) -> None:
         """Add a microbatch's term of a value to the sum of those before it, which becomes an input.
@@ -121,9 +113,10 @@ class PartGraph:
         node = self._partition.by_name[name]
         arguments, _ = self._list_arguments(node, microbatch)
         target = ADDING_VARIANTS[self._partition.copies[microbatch][name].target]
-        self._call(target, (self.get(ValueKey(name, is_sum=True)), *arguments))
+        self.call(target, (self.get(ValueKey(name, is_sum=True)), *arguments))
 
-    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """Add a call of a function."""
         node = self.graph.call_function(target)
         node.args, node.kwargs = args, kwargs or {}
         return node
@@ -134,7 +127,7 @@ class PartGraph:
             return self._add_join(node, microbatch)
         copy = self._partition.copies[microbatch or 0][node.name]
         target = OrderedDraw(self._draws, node.name, copy.target).run_draw if is_drawing(node) else copy.target
-        added = self._call(target, *self._list_arguments(node, microbatch))
+        added = self.call(target, *self._list_arguments(node, microbatch))
         added.meta.update({name: value for name, value in copy.meta.items() if name not in ("value", "source")})
         return added
 
@@ -151,7 +144,7 @@ class PartGraph:
     def note_draw(self, node: fx.Node) -> None:
         """Add a draw that advances the generator through a node."""
         target: Any = node.target
-        self._call(OrderedDraw(self._draws, node.name, target).note_draw, *self._list_arguments(node, None))
+        self.call(OrderedDraw(self._draws, node.name, target).note_draw, *self._list_arguments(node, None))
 
     def _find_key(self, value: fx.Node, user: fx.Node, microbatch: int | None) -> ValueKey:
         name = value.name
@@ -166,7 +159,7 @@ class PartGraph:
         assert isinstance(value, fx.Node)
         if isinstance(target, RingShift):  # the microbatch before this one is the rank before
             before = ((microbatch or 0) - 1) % len(self._partition.graphs)
-            return self._call(PendingShift, (self.get(self._find_key(value, node, before)),))
+            return self.call(PendingShift, (self.get(self._find_key(value, node, before)),))
         key = self._find_key(value, node, microbatch)
         if key.is_sum or self._partition.is_summed[value.name]:
             whole = self.get(key)
@@ -177,18 +170,15 @@ class PartGraph:
                 if self._data_flow.is_single(value.name)
                 else [ValueKey(value.name, number) for number in range(count)]
             )
-            whole = self._call(Join(target), ([self.get(item) for item in keys],))
-        if isinstance(target, Redistribution) and isinstance(target.target, Shard) and not self._is_absent(node):
-            placement, number = target.target, microbatch or 0
-            whole = self._call(
-                local_kernels.slice_dim, (whole, placement.dim, placement.start(number), placement.lengths[number])
-            )
+            whole = self.call(Join(target), ([self.get(item) for item in keys],))
+        if isinstance(target, Redistribution) and isinstance(target.target, Shard):
+            piece, number = target.target, microbatch or 0
+            # If another rank along some axis has the value, this one has a tensor without rows.
+            if not is_absent(node.meta["value"][1], [axis.rank for axis in self._partition.axes]):
+                whole = self.call(
+                    local_kernels.slice_dim, (whole, piece.dim, piece.start(number), piece.lengths[number])
+                )
         return whole
-
-    def _is_absent(self, node: fx.Node) -> bool:
-        """Return whether another rank along some axis has a value."""
-        ranks = [axis.rank for axis in self._partition.axes]
-        return is_absent(node.meta["value"][1], ranks)
 
 
 class Join:

@@ -52,8 +52,6 @@ class ProgramPartition:
 
     Args:
         graphs: The programs.
-        sharded: The program from which they were lowered.
-        stages: Its stages.
         axes: The axes of one microbatch.
         gathered: The names of parameters that a stage has in pieces: the same on all workers.
 
@@ -123,6 +121,7 @@ class ProgramPartition:
         inputs = [item.name for item in node.all_input_nodes]
         name, source = node.name, node.meta["source"]
         self.is_invariant[name] = (is_join(node) and not self._gives_pieces(node)) or self._is_same(node)
+        # Workers compare values of the model after the step, once all have them: see `StepOutput.check`.
         is_late_check = isinstance(node.target, ValueCheck) and self.phases[inputs[0]] != "free"
         if is_late_check or (all(self.phases[item] == "free" for item in inputs) and not draws_values(node)):
             self.phases[name] = "free"
@@ -130,11 +129,14 @@ class ProgramPartition:
         followed = [item for item in inputs if self.phases[item] in ("forward", "backward", "finish")]
         self.stages[name] = self._logical_stages.of.get(source, self._logical_stages.count - 1)
         if source in self.program.inputs and inputs and inputs[0] in self.stages:
+            # A parameter is moved by the worker that has it.
             self.stages[name] = self.stages[inputs[0]]
         is_forward = source in self._forward and "repeats" not in node.meta
         self.phases[name] = "forward" if is_forward else "backward"
         if node.meta["moves"] and followed and "repeats" not in node.meta:
+            # What moves a value runs where the value is, whatever the operator that needs it.
             self.stages[name], self.phases[name] = self.stages[followed[0]], self.phases[followed[0]]
+        # An effect that all microbatches have in common happens once in a step.
         runs_once = has_effects(source.target) and self.is_invariant[name]
         if node in self._early:
             self.phases[name] = "prepare"

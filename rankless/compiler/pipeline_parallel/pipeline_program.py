@@ -6,19 +6,22 @@ from dataclasses import replace
 from operator import getitem
 
 import torch
-from torch import fx
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, format_operator, format_value
-from rankless.compiler.pipeline_parallel.argument_exchange import divide_microbatch, make_exchanges
 from rankless.compiler.pipeline_parallel.data_flow import DataFlow, Need, Part
-from rankless.compiler.pipeline_parallel.microbatches import add_microbatch_axis, find_time_number, lower_microbatches
-from rankless.compiler.pipeline_parallel.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.microbatches import (
+    add_microbatch_axis,
+    divide_microbatch,
+    find_time_number,
+    lower_microbatches,
+    make_exchanges,
+)
 from rankless.compiler.pipeline_parallel.partition import Phase, ProgramPartition
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, describe_timeline
-from rankless.compiler.pipeline_parallel.stages import place_added
+from rankless.compiler.pipeline_parallel.stages import PipelineOptions, place_added
 from rankless.compiler.pipeline_parallel.step import PipelineRun, PipelineStep
 from rankless.compiler.pipeline_parallel.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
@@ -42,16 +45,17 @@ def build_pipeline_program(
     """Return one worker's part of a program that a pipeline runs.
 
     Args:
-        program: The program, the same on all workers.
         argument_shardings: The sharding of each tensor argument along all axes of the mesh.
-        mesh: The workers.
-        options: How the program is cut.
         storage: The memory of gradients, and how states are stored. Default: new memory, and whole states.
         probe: Probes operators without a rule. None leaves them whole. With it the call is collective.
     """
     storage = storage or StateStorage()
     inner = add_microbatch_axis(mesh, 0, options.microbatches)
-    shardings = divide_arguments(argument_shardings, options, mesh, inner)
+    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
+    lengths = options.batch_lengths if options.microbatches > 1 else (None,) * len(argument_shardings)
+    shardings = [
+        add_time(sharding, rows, mesh, inner) for sharding, rows in zip(argument_shardings, lengths, strict=True)
+    ]
     given = [divide_microbatch(shardings, options.exchanged, inner, number) for number in range(options.microbatches)]
     states = {name: add_time(sharding, None, mesh, inner) for name, sharding in storage.shardings.items()}
     with offer_whole_batch():
@@ -61,7 +65,7 @@ def build_pipeline_program(
         partition = ProgramPartition(graphs, programs[0], options.stages, inner.axes, storage.values)
         if any(unit.kind == "weights" for unit in options.schedule.workers[0]):
             partition.split_weights()
-        builder = StepBuilder(partition, options, storage, make_exchanges(program, options, mesh))
+        builder = StepBuilder(partition, options, storage, make_exchanges(program, options.exchanged, mesh))
         step = builder.build(mesh)
     return LocalProgram(
         inputs=tuple(described for _, described in graphs[0].inputs),
@@ -78,25 +82,8 @@ def build_pipeline_program(
     )
 
 
-def divide_arguments(
-    shardings: Sequence[Sharding], options: PipelineOptions, mesh: Mesh, inner: Mesh
-) -> list[Sharding]:
-    """Return the shardings of arguments along the axes of a microbatch."""
-    # One microbatch is the whole batch. Rules may join values along an axis of size one at no cost.
-    return [
-        add_time(sharding, lengths if options.microbatches > 1 else None, mesh, inner)
-        for sharding, lengths in zip(shardings, options.batch_lengths, strict=True)
-    ]
-
-
 def find_takers(step: PipelineStep, inputs: Sequence[ProgramInput], mesh: Mesh) -> Mapping[int, Sequence[int]]:
-    """Return the workers that take each argument, where only some workers have read it. Collective.
-
-    Args:
-        step: This worker's part of the program.
-        inputs: The inputs of the program.
-        mesh: The workers.
-    """
+    """Return the workers that take each argument, where only some workers have read it. Collective."""
     if mesh.group is None or not any(axis.stage_workers for axis in mesh.axes):
         return {}
     taken = {number for key, number, _ in step.arguments if key in step.uses}
@@ -118,11 +105,7 @@ def propagate_microbatches(
     """Return the shardings of each microbatch's values. Those of equal lengths have the same.
 
     Args:
-        program: The program.
-        shardings: The shardings of the arguments of each microbatch.
-        inner: The mesh of one microbatch.
         probe: Probes operators without a rule, which have one answer for all microbatches.
-        states: The shardings of states by name.
     """
     known: dict[tuple[Sharding, ...], ShardedProgram] = {}
     for own in shardings:
@@ -135,10 +118,7 @@ def add_time(sharding: Sharding, lengths: Shard | None, mesh: Mesh, inner: Mesh)
     """Return a sharding along the axes of one microbatch.
 
     Args:
-        sharding: The sharding along all axes of the mesh.
         lengths: How microbatches divide the value; None if each has all of it.
-        mesh: The workers.
-        inner: The mesh of one microbatch.
     """
     others = [placement for axis, placement in zip(mesh.axes, sharding, strict=True) if axis.role != "pipeline"]
     number = find_time_number(inner.axes)
@@ -204,31 +184,15 @@ def describe_sent_value(
     """Return a value that a worker sends to another, for all its microbatches, as the record of a plan."""
     node = partition.by_name[need.name]
     if "value" not in node.meta:
-        return make_record(node.meta["source"], "number of selected rows", torch.int64.itemsize, reason, pipeline)
-    logical, sharding = node.meta["value"]
-    # The pieces of a value that microbatches divide are all sent; what they have together is sent once.
-    is_divided = isinstance(sharding[find_time_number(partition.axes)], Shard)
-    numbers = microbatches if is_divided else microbatches[:1]
-    is_input = logical in partition.program.inputs
-    text = (
-        partition.program.inputs[logical].name
-        if is_input
-        else f"{format_value(logical)} of {format_operator(logical.target)}"
-    )
-    size = sum(count_bytes(logical, partition.compute_shape(node, number)) for number in numbers)
-    return make_record(logical, text, size, reason, pipeline)
-
-
-def make_record(logical: fx.Node, text: str, size: int, reason: str, pipeline: MeshAxis) -> CollectiveRecord:
-    """Return the record of what a worker sends to another.
-
-    Args:
-        logical: The operator that computes it.
-        text: Its name.
-        size: Its bytes.
-        reason: The workers that send and receive it.
-        pipeline: The axis of the workers.
-    """
+        logical, text, size = node.meta["source"], "number of selected rows", torch.int64.itemsize
+    else:
+        logical, sharding = node.meta["value"]
+        # The pieces of a value that microbatches divide are all sent; what they have together is sent once.
+        is_divided = isinstance(sharding[find_time_number(partition.axes)], Shard)
+        numbers = microbatches if is_divided else microbatches[:1]
+        size = sum(count_bytes(logical, partition.compute_shape(node, number)) for number in numbers)
+        described = partition.program.inputs.get(logical)
+        text = f"{format_value(logical)} of {format_operator(logical.target)}" if described is None else described.name
     return CollectiveRecord(
         kind="send",
         purpose="input",

@@ -7,7 +7,6 @@ same state. So every worker must know what an operator takes before the units ru
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,52 +37,34 @@ class RandomDraws:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._default = find_default_generator(device)
-        self._states: dict[str, Tensor] = {}
-        self._final: dict[torch.Generator, Tensor] = {}
-
-    def _find_generator(self, function: Callable[..., Any]) -> torch.Generator:
-        return function.generator if isinstance(function, DrawFrom) else self._default
-
-    def note(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the state before a draw, and advance the generator through it."""
-        generator = self._find_generator(function)
-        if isinstance(function, DrawFrom):
-            function.begin()
-            function = function.draw
-        self._states[name] = generator.get_state()
-        function(*args, **kwargs)
-        self._final[generator] = generator.get_state()
-
-    def run(self, name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function that draws, from the state of this step."""
-        self._find_generator(function).set_state(self._states[name])
-        return (function.draw if isinstance(function, DrawFrom) else function)(*args, **kwargs)
+        self.default = find_default_generator(device)
+        self.states: dict[str, Tensor] = {}
+        """The state before each draw, by the name of the node that draws."""
+        self.final: dict[torch.Generator, Tensor] = {}
 
     def end(self) -> None:
         """Leave the generators as after the whole step."""
-        for generator, state in self._final.items():
+        for generator, state in self.final.items():
             generator.set_state(state)
 
 
-@dataclass(frozen=True, eq=False)
 class OrderedDraw:
-    """A draw of a program, which gives what it would in the order of the script; see Note [draws of stages].
+    """The draw of one node, which gives what it would in the order of the script; see Note [draws of stages]."""
 
-    Attributes:
-        draws (RandomDraws): The states of generators.
-        name (str): The node that draws.
-        function (Callable[..., Any]): The function that draws.
-    """
-
-    draws: RandomDraws
-    name: str
-    function: Callable[..., Any]
+    def __init__(self, draws: RandomDraws, name: str, function: Callable[..., Any]) -> None:
+        self._draws, self._name, self._function = draws, name, function
+        self._draw = function.draw if isinstance(function, DrawFrom) else function
+        self._generator = function.generator if isinstance(function, DrawFrom) else draws.default
 
     def note_draw(self, *args: Any, **kwargs: Any) -> None:
-        """Draw in the order of the script, for the state of the generator alone."""
-        self.draws.note(self.name, self.function, args, kwargs)
+        """Draw in the order of the script: note the state before, and advance the generator."""
+        if isinstance(self._function, DrawFrom):
+            self._function.begin()
+        self._draws.states[self._name] = self._generator.get_state()
+        self._draw(*args, **kwargs)
+        self._draws.final[self._generator] = self._generator.get_state()
 
     def run_draw(self, *args: Any, **kwargs: Any) -> Any:
         """Draw from the noted state, in a unit."""
-        return self.draws.run(self.name, self.function, args, kwargs)
+        self._generator.set_state(self._draws.states[self._name])
+        return self._draw(*args, **kwargs)

@@ -86,8 +86,6 @@ class Schedule:
     """The units of every worker in order.
 
     Attributes:
-        name (PipelineSchedule): Its name.
-        workers (tuple[tuple[Unit, ...], ...]): For each worker its units.
         makespan (int): The time of a simulated step, where a forward unit takes 1 and a backward unit 2.
         busy (tuple[int, ...]): How long each worker computes in it.
         spans (tuple[tuple[tuple[int, int], ...], ...]): For each worker when its units begin and end in it.
@@ -122,10 +120,6 @@ def make_schedule(
     """Return the order of units of each worker; see Note [schedules].
 
     Args:
-        name: The schedule.
-        workers: The number of workers.
-        stage_workers: Those of each stage.
-        microbatches: The number of microbatches.
         trains: Whether there are backward units.
     """
     return _Simulation(name, workers, stage_workers, microbatches, trains).run()
@@ -201,10 +195,15 @@ class _Simulation:
         """Return the unit that a free worker takes now; None if it waits."""
         ready = [unit for unit in self._waiting[worker] if self._is_ready(unit, time)]
         by_kind = {kind: [unit for unit in ready if unit.kind == kind] for kind in self._kinds}
+        # As many microbatches as there are workers go through all own stages, backward from the last one.
         if by_kind["forward"] and self._may_go_forward(worker, done):
-            return min(by_kind["forward"], key=self._rank_forward)
+            return min(
+                by_kind["forward"], key=lambda unit: (unit.microbatch // self._workers, unit.stage, unit.microbatch)
+            )
         if by_kind.get("backward"):
-            return min(by_kind["backward"], key=self._rank_backward)
+            return min(
+                by_kind["backward"], key=lambda unit: (unit.microbatch // self._workers, -unit.stage, unit.microbatch)
+            )
         weights = by_kind.get("weights")
         return weights[0] if weights else None
 
@@ -217,7 +216,9 @@ class _Simulation:
         if len(own) == 1:
             limit = self._stage_workers.count_ahead(own[0])
         else:
+            # So many units run before the first backward unit in Narayanan et al., SC 2021.
             limit = 2 * (self._workers - worker - 1) + (len(own) - 1) * self._workers + 1
+        # ZB-H1 holds no more activations than 1f1b does: gradients of parameters wait only as long as that is so.
         is_held = "weights" in count and count["forward"] - count["weights"] >= self._workers
         return count["forward"] - count["backward"] < limit and not is_held
 
@@ -230,7 +231,7 @@ class _Simulation:
             needed = [Unit("forward", stage, microbatch)]
             if stage + 1 < self._stages:
                 needed.append(Unit("backward", stage + 1, microbatch))
-            if self._name == "gpipe":
+            if self._name == "gpipe":  # no backward unit before all forward units of its worker
                 worker = self._stage_workers.find_worker(stage, microbatch)
                 needed += [
                     Unit("forward", other, number)
@@ -241,11 +242,3 @@ class _Simulation:
         else:
             needed = [Unit("backward", stage, microbatch)]
         return all(self._ends.get(item, time + 1) <= time for item in needed)
-
-    def _rank_forward(self, unit: Unit) -> tuple[int, int, int]:
-        """Return the order of forward units: as many microbatches as there are workers go through all own stages."""
-        return unit.microbatch // self._workers, unit.stage, unit.microbatch
-
-    def _rank_backward(self, unit: Unit) -> tuple[int, int, int]:
-        """Return the order of backward units, from the last stage."""
-        return unit.microbatch // self._workers, -unit.stage, unit.microbatch

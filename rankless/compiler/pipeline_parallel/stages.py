@@ -1,23 +1,36 @@
-"""Cut a logical program into the stages of a pipeline, at borders of modules.
+"""Cut a logical program into the stages of a pipeline, at borders of modules, by estimated or measured work.
 
 Note [stages]: the forward pass is cut by position, so values flow from earlier stages to later ones whatever the model
 does. What depends on arguments, constants and buffers alone is computed wherever it is needed; see `find_free`. An
 operator of the backward pass belongs to the stage of the module whose gradient it computes, but never to a later stage
 than what it takes from the backward pass. Operators outside of modules follow their inputs. A parameter belongs to the
 first stage that uses it. All of this decides who computes, never what is computed.
+
+Note [measured work]: to balance stages by time, `measure_work` runs the operators of a program. Every operator runs
+alone, on values of its own shapes, dtypes and device: zeros for integers, which are valid as indices, and one half for
+all else. Operators with the same arguments are measured once. One that draws numbers, works on sparse values or fails
+on such values is estimated: it gets the share that `estimate_work` gives it.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import getitem
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+from torch.utils.benchmark import Timer
 
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.pipeline_parallel.random_draws import draws_numbers
+from rankless.compiler.pipeline_parallel.schedules import Schedule, StageWorkers
+from rankless.compiler.pipeline_parallel.transfers import Transport
+from rankless.compiler.tensor_parallel import count_value_bytes
 from rankless.compiler.tracing.symbolic_sizes import size_hint
+from rankless.parallel.mesh import MeshAxis
+from rankless.parallel.tensor_placement import Shard
 
 aten = torch.ops.aten
 rankless_ops = torch.ops.rankless
@@ -40,7 +53,6 @@ class Stages:
     """The stages of a program.
 
     Attributes:
-        count (int): Their number.
         of (Mapping[fx.Node, int]): The stage of each operator.
         owners (Mapping[str, int]): The stage of each parameter by name, tied ones under each of their names.
         borders (tuple[str, ...]): The module at which each stage but the first begins, as "model.layers.3".
@@ -63,8 +75,6 @@ def find_stages(
     """Return the stages of a program; see Note [stages].
 
     Args:
-        program: The program.
-        count: The number of stages.
         names: For each name of a parameter its first name, which differs if it is tied.
         owners: The stages of parameters that have one already.
         borders: The modules at which stages after the first begin. Default: stages get about equal work.
@@ -151,7 +161,7 @@ def balance(
     owned = [0, *accumulate(count_first_uses(program, forward))]
     candidates = list_borders(forward)
     sent = dict(zip(candidates, count_crossing(forward, free, candidates), strict=True))
-    for owns in (True, False):
+    for owns in (True, False):  # a model with fewer parameters than stages has stages without any
         stages = StageCosts(work, owned if owns else list(range(len(work))), sent, [*candidates, len(forward)])
         found = stages.cut(count)
         if found is not None:
@@ -258,23 +268,18 @@ def count_crossing(forward: Sequence[fx.Node], free: frozenset[fx.Node], borders
             if value in position and value not in free:
                 last_use[value] = position[node]
     return [
-        sum(count_bytes(value) for value, last in last_use.items() if position[value] < border <= last)
+        sum(
+            count_value_bytes(value.meta.get("val"))
+            for value, last in last_use.items()
+            if position[value] < border <= last
+        )
         for border in borders
     ]
 
 
-def count_bytes(node: fx.Node) -> float:
-    """Return the bytes of a value; those of several together."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return float(
-        sum(size_hint(item.numel()) * item.element_size() for item in values if isinstance(item, LogicalValue))
-    )
-
-
 def estimate_work(node: fx.Node) -> float:
     """Return about how many additions and multiplications an operator takes, with those for its memory."""
-    work = OPERATIONS_PER_BYTE * count_bytes(node)
+    work = OPERATIONS_PER_BYTE * count_value_bytes(node.meta.get("val"))
     value, inputs = node.meta.get("val"), [item.meta["val"] for item in node.all_input_nodes]
     shapes = [[int(size_hint(size)) for size in item.shape] for item in inputs if isinstance(item, LogicalValue)]
     if not isinstance(value, LogicalValue):
@@ -347,3 +352,114 @@ def find_owners(
             name = names[described.name]
             first[name] = min(first.get(name, count - 1), *used, count - 1)
     return {name: first.get(kept, count - 1) for name, kept in names.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """How a program is cut for a pipeline.
+
+    Attributes:
+        batch_lengths (tuple[Shard | None, ...]): How each tensor argument is divided into microbatches, if it is.
+        exchanged (tuple[Shard | None, ...]): How the workers along the axis `expert` hold each argument that
+            microbatches divide; see Note [arguments of microbatches].
+    """
+
+    axis: MeshAxis
+    stages: Stages
+    stage_workers: StageWorkers
+    schedule: Schedule
+    microbatches: int
+    batch_lengths: tuple[Shard | None, ...]
+    transport: Transport
+    exchanged: tuple[Shard | None, ...] = ()
+
+
+RUNS = 5
+"""How often an operator is measured. The fastest run counts: others may have waited for other processes."""
+
+ENOUGH_SECONDS = 0.1
+"""A slow operator is measured until its runs have taken so long: other ranks wait."""
+
+
+def measure_work(program: LogicalProgram) -> list[float]:
+    """Return the seconds of each operator of the forward pass, in order, with those of its module's backward pass."""
+    operators = [node for node in program.graph.nodes if node.op == "call_function"]
+    seconds = fill_gaps(operators, measure_operators(operators))
+    forward = list_forward(program)
+    found = {node: seconds[node] for node in forward}
+    first: dict[str, fx.Node] = {}
+    for node in forward:
+        if node.meta.get("module") is not None:
+            first.setdefault(node.meta["module"].path, node)
+    for node in operators:
+        if node not in found:
+            module = node.meta.get("module")
+            place = first.get(module.path, forward[-1]) if module is not None else forward[-1]
+            found[place] += seconds[node]
+    return [found[node] for node in forward]
+
+
+def measure_operators(operators: Sequence[fx.Node]) -> dict[fx.Node, float]:
+    """Return the seconds of those operators that can be measured."""
+    known: dict[str, float | None] = {}
+    found: dict[fx.Node, float] = {}
+    with torch.no_grad():
+        for node in operators:
+            if not isinstance(node.target, torch._ops.OpOverload) or draws_numbers(node):
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda item: item.meta["val"])
+            args, kwargs = pytree.tree_map(size_hint, (args, kwargs))
+            key = repr((node.target, args, kwargs))
+            if key not in known:
+                known[key] = measure_call(node.target, args, kwargs)
+            seconds = known[key]
+            if seconds is not None:
+                found[node] = seconds
+    return found
+
+
+def measure_call(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float | None:
+    """Return the seconds of a call of an operator; None if it cannot run on made-up values.
+
+    Args:
+        operator: The operator.
+        args: Its arguments, with descriptions of values in place of tensors.
+        kwargs: Those by name.
+    """
+    try:
+        values, named = pytree.tree_map(make_value, (args, dict(kwargs)))
+        operator(*values, **named)
+    except Exception:  # whatever a kernel raises for values that the script would not give it
+        return None
+    timer = Timer(
+        "operator(*values, **named)",
+        globals={"operator": operator, "values": values, "named": named},
+        num_threads=torch.get_num_threads(),
+    )
+    times: list[float] = []
+    while len(times) < RUNS and sum(times) < ENOUGH_SECONDS:
+        times.append(float(timer.timeit(1).mean))
+    return min(times)
+
+
+def make_value(described: Any) -> Any:
+    """Return a tensor for a description of one, and any other argument as it is."""
+    if not isinstance(described, LogicalValue):
+        return described
+    if described.is_sparse:
+        raise NotImplementedError("values of sparse tensors")
+    shape = [int(size_hint(size)) for size in described.shape]
+    strides = [int(size_hint(stride)) for stride in described.strides]
+    is_float = described.dtype.is_floating_point or described.dtype.is_complex
+    length = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+    number = 0.5 if is_float else described.dtype == torch.bool
+    memory: Tensor = torch.full((length,), number, dtype=described.dtype, device=described.device)
+    return memory.as_strided(shape, strides)
+
+
+def fill_gaps(operators: Sequence[fx.Node], measured: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+    """Return the seconds of all operators: others take as much longer than estimated as the measured ones do."""
+    estimates = {node: estimate_work(node) for node in operators}
+    total = sum(estimates[node] for node in measured)
+    scale = sum(measured.values()) / total if total else 1.0
+    return {node: measured.get(node, scale * estimates[node]) for node in operators}

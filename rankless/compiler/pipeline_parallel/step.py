@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline_parallel.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline_parallel.data_flow import ValueKey
+from rankless.compiler.pipeline_parallel.microbatches import ArgumentExchange
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import Unit
 from rankless.compiler.pipeline_parallel.transfers import Streams, TransferredValue, Transport
@@ -68,7 +68,6 @@ class StepOutput:
     Attributes:
         worker (int): The worker that computes it.
         is_shared (bool): Whether the others get it.
-        is_gradient (bool): Whether it is a gradient.
         repeats (int | None): The number of an earlier output that is the same value; None for a value of its own.
         described (TransferredValue): Its shape, or that of what a worker without it returns.
         check (ValueCheck | None): Compares it after the step, if Python has read it.
@@ -83,12 +82,7 @@ class StepOutput:
 
 
 class PipelineRun:
-    """Runs one worker's part of a program, once per call.
-
-    Args:
-        step: The part.
-        transport: Moves values between workers.
-    """
+    """Runs one worker's part of a program, once per call."""
 
     def __init__(self, step: PipelineStep, transport: Transport) -> None:
         self.step = step
@@ -119,7 +113,7 @@ class PipelineRun:
         found = self._run(step.finish, values, remaining, streams)
         step.draws.end()
         outputs = list(self._exchange(found, streams))
-        streams.finish()
+        self._transport.finish()
         outputs = self._copy_shared(outputs, inputs)
         for output, value in zip(step.outputs, outputs, strict=True):
             if output.check is not None:
@@ -155,7 +149,7 @@ class PipelineRun:
             known = values.get(key)
             if known is not None:
                 known.add_(value)
-            else:
+            else:  # later terms are added in place, so the first one needs memory that nothing else has
                 values[key] = value if name in part.owned else value.clone()
         values.update(zip(part.gathered, found[len(part.outputs) + len(part.sums) :], strict=False))
         return found
@@ -175,6 +169,7 @@ class PipelineRun:
             else:
                 described = output.described
                 value = torch.empty(described.require_shape(), dtype=described.dtype, device=described.device)
+            # An output that equals an earlier one is not sent again: the others take the earlier one.
             if is_own and output.is_shared and output.repeats is None:
                 for target in range(step.workers):
                     if target != step.worker:

@@ -1,7 +1,5 @@
 """Build one worker's part of a program in a pipeline.
 
-Gather the parameters of a stage that workers hold in pieces, once in a step.
-
 Note [gathers in stages]: with zero="parameters" a worker has a piece of each parameter of its stage. The first part of
 its step that uses a parameter gathers it, and returns the whole to those after it, in place of the piece. The whole is
 freed after the last part that uses it. So a step sends each parameter once, whatever the number of microbatches, as
@@ -20,22 +18,20 @@ from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline_parallel.argument_exchange import ArgumentExchange
 from rankless.compiler.pipeline_parallel.data_flow import (
     DataFlow,
     InputHolders,
     Need,
     Part,
     ValueKey,
-    count_uses,
     describe_tensor,
 )
-from rankless.compiler.pipeline_parallel.microbatches import MICROBATCH
-from rankless.compiler.pipeline_parallel.options import PipelineOptions
+from rankless.compiler.pipeline_parallel.microbatches import MICROBATCH, ArgumentExchange
 from rankless.compiler.pipeline_parallel.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline_parallel.partition import ProgramPartition
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline_parallel.stages import PipelineOptions
 from rankless.compiler.pipeline_parallel.step import PartFunction, PipelineStep, StepOutput
 from rankless.compiler.pipeline_parallel.transfers import TransferredValue
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
@@ -57,9 +53,6 @@ class StepBuilder:
     """Builds one worker's part of a step.
 
     Args:
-        partition: When and where each node runs.
-        options: How the program is cut.
-        storage: The memory of gradients, and how states are stored.
         exchanges: The gathers of arguments before all units, by the number of the argument.
     """
 
@@ -109,7 +102,7 @@ class StepBuilder:
         sends = {unit: tuple(self._list_sends(unit)) for unit, _ in units}
         sent = [[ValueKey(name, unit.microbatch) for name, *_ in sends[unit]] for unit, _ in units]
         taken = [prepare.inputs, *[function.inputs for _, function in units], finish.inputs, *sent]
-        uses = count_uses(taken)
+        uses = Counter(key for keys in taken for key in keys)
         return PipelineStep(
             arguments=tuple(self._list_arguments()),
             exchanges=self._list_exchanges(uses),
@@ -150,14 +143,7 @@ class StepBuilder:
         return found
 
     def _find_piece(self, name: str, index: int, rows: Shard, microbatch: int) -> tuple[int, int, int]:
-        """Return dim, start and length of this worker's rows of a microbatch of an argument.
-
-        Args:
-            name: The input.
-            index: The number of the argument.
-            rows: How microbatches divide it.
-            microbatch: The number of the microbatch.
-        """
+        """Return dim, start and length of this worker's rows of a microbatch of an argument."""
         start, length = rows.start(microbatch), rows.lengths[microbatch]
         if index not in self._exchanges:
             return rows.dim, start, length
@@ -363,9 +349,9 @@ class StepBuilder:
             is_sum = is_unit and self._partition.is_partial(node)
             if is_unit or self.data_flow.is_single(node.name) or not self._partition.is_partial(node):
                 key = ValueKey(node.name, None if is_sum or self.data_flow.is_single(node.name) else 0, is_sum=is_sum)
-                value = part.call(take_sum, part.get(key))
+                value = part.call(take_sum, (part.get(key),))
             else:  # terms that are known after all units
-                value = part.call(add_terms, [part.get(key) for key in self.data_flow.list_keys(Need(node.name))])
+                value = part.call(add_terms, ([part.get(key) for key in self.data_flow.list_keys(Need(node.name))],))
             value.meta.update(node.meta)
             axes = tuple(axis for axis in node.meta.get("summed_along", ()) if axis.name != MICROBATCH)
             value.meta["summed_along"] = axes
@@ -383,8 +369,6 @@ class StageGathers:
     """Adds the gathers of one worker to the parts of its step; see Note [gathers in stages].
 
     Args:
-        data_flow: The values that parts take from each other.
-        worker: The worker.
         parts: Its parts in the order in which they run, one for each unit.
         storage: Which parameters are stored in pieces.
     """

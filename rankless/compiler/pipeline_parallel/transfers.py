@@ -42,9 +42,7 @@ class TransferredValue:
     """A value that one worker sends to another.
 
     Attributes:
-        key (Key): Its name.
         shape (tuple[int | None, ...]): Its shape, with None for a number of selected rows, which the sender knows.
-        dtype (torch.dtype): Its dtype.
         device (torch.device): Where the receiver needs it.
         order (tuple[int, ...] | None): The order of its dims in memory; None if it is contiguous.
         repeated (tuple[int, ...]): Dims along which it repeats one row without memory for each.
@@ -97,6 +95,7 @@ class GroupTransport:
 
     def send(self, value: Tensor, target: int) -> None:
         """Send a tensor to a worker, without waiting for it."""
+        # What has been sent needs its memory no more.
         self._pending = [item for item in self._pending if not item[0].is_completed()]
         assert self._axis.group is not None
         if self._sends_from_host:
@@ -122,7 +121,6 @@ class Streams:
     """Sends and receives the values of one step of one worker.
 
     Args:
-        transport: Moves the tensors.
         expected: For each other worker what it sends to this one in a step, in order.
     """
 
@@ -138,7 +136,7 @@ class Streams:
             return
         if described.is_number:
             value = torch.tensor(value, dtype=described.dtype, device=described.device)
-        if None in described.shape:
+        if None in described.shape:  # the receiver needs the number of selected rows first
             self._transport.send(torch.tensor(value.shape, device=described.device), target)
         if value.numel():
             self._transport.send(value.contiguous(), target)
@@ -190,7 +188,3 @@ class Streams:
         if value.numel():
             self._transport.receive(value, source)
         return value
-
-    def finish(self) -> None:
-        """Wait until everything is sent."""
-        self._transport.finish()

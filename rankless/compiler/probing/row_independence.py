@@ -4,7 +4,7 @@ An operator is called on whole arguments, on parts of them, and on arguments in 
 rows are independent if the results of the parts are parts of the whole result, and if no other row has changed.
 
 Random rows are all different and in no order, and real ones are not: so there are data sets of equal, sorted and
-constant rows too. While the program runs, `row_checks` compares on real rows.
+constant rows too. While the program runs, `operator_probe` compares on real rows.
 """
 
 import math
@@ -243,10 +243,8 @@ def draw(value: LogicalValue, number: int, limit: int, generator: torch.Generato
     """Return a tensor of this shape, layout and dtype with the numbers of a data set.
 
     Args:
-        value: The tensor.
         number: Which data set; they repeat.
         limit: Integers are below this, so that they may be indices.
-        generator: Draws the numbers.
     """
     if value.dtype == torch.bool:
         plain = torch.randint(0, 2, value.shape, generator=generator, device="cpu").bool()
@@ -290,11 +288,6 @@ FLOATS = (draw_normal, draw_positive, draw_wide, draw_definite, draw_definite)
 """How the data sets draw their numbers."""
 
 
-def repeat_row(value: Tensor, dim: int) -> Tensor:
-    """Return equal rows."""
-    return value.narrow(dim, 0, 1).expand_as(value)
-
-
 def repeat_rows(value: Tensor, dim: int) -> Tensor:
     """Return rows that recur after some others, so that every part has rows that another one has too."""
     return value.index_select(dim, torch.arange(value.shape[dim], device=value.device) % max(2, value.shape[dim] // 3))
@@ -303,11 +296,6 @@ def repeat_rows(value: Tensor, dim: int) -> Tensor:
 def sort_rows(value: Tensor, dim: int) -> Tensor:
     """Return rows whose entries grow from row to row."""
     return value if value.is_complex() else value.sort(dim)[0]
-
-
-def reverse_rows(value: Tensor, dim: int) -> Tensor:
-    """Return rows whose entries fall from row to row."""
-    return sort_rows(value, dim).flip(dim)
 
 
 def keep_one_row(value: Tensor, dim: int) -> Tensor:
@@ -326,30 +314,15 @@ def enlarge(value: Tensor, dim: int) -> Tensor:
     return value * (10.0**steps).view([len(steps) if size == 1 else 1 for size in sizes])
 
 
-def round_rows(value: Tensor, dim: int) -> Tensor:  # noqa: ARG001
-    """Return rows of few numbers, as classes and switches have them."""
-    return value.round() if value.is_floating_point() else value
-
-
-def make_zeros(value: Tensor, dim: int) -> Tensor:  # noqa: ARG001
-    """Return rows of zeros."""
-    return torch.zeros_like(value)
-
-
-def make_ones(value: Tensor, dim: int) -> Tensor:  # noqa: ARG001
-    """Return rows of ones."""
-    return torch.ones_like(value)
-
-
-ARRANGEMENTS = (
-    repeat_row,
+ARRANGEMENTS: tuple[Callable[[Tensor, int], Tensor], ...] = (
+    lambda value, dim: value.narrow(dim, 0, 1).expand_as(value),  # equal rows
     repeat_rows,
     sort_rows,
-    reverse_rows,
+    lambda value, dim: sort_rows(value, dim).flip(dim),  # entries that fall from row to row
     keep_one_row,
     enlarge,
-    round_rows,
-    make_zeros,
-    make_ones,
+    lambda value, _: value.round() if value.is_floating_point() else value,  # few numbers, as classes and switches are
+    lambda value, _: torch.zeros_like(value),
+    lambda value, _: torch.ones_like(value),
 )
 """What further data sets do with the rows that they draw."""

@@ -17,13 +17,14 @@ from rankless.collectives.mesh_collectives import await_end, start_all_reduce, s
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.scheduling.gradient_memory import (
+from rankless.compiler.scheduling.state_storage import (
     EnsureOwnMemory,
     FlatMemory,
     GradientLayout,
     StagingMemory,
+    StateStorage,
+    limit_group,
 )
-from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord, all_reduce_bytes
 from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
@@ -66,17 +67,16 @@ class GradientOutput:
         return self.value.numel() * self.value.element_size()
 
 
-class GradientBucket:
-    """Gradients that are reduced together. `.grad` of the parameters are views of its memory."""
+class ReducedBucket:
+    """Memory in which workers sum gradients. Only the sum along one axis overlaps with computation."""
 
-    is_writable = True
-    """Whether operators may write gradients into its memory."""
-
-    def __init__(self, axes: tuple[MeshAxis, ...], memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
+    def __init__(
+        self, axes: tuple[MeshAxis, ...], axis: MeshAxis, memory: FlatMemory, layouts: tuple[GradientLayout, ...]
+    ) -> None:
         self.axes = axes
+        self.axis = axis
         self.memory = memory
         self.layouts = layouts
-        self.gradient_views: list[Tensor] = []
         self.work: dist.Work | None = None
 
     def open(self) -> None:
@@ -85,33 +85,52 @@ class GradientBucket:
             await_end(self.work)
             self.work = None
         self.memory.renew()
-        self.gradient_views = self.memory.get_views(self.layouts)
+
+    def wait(self) -> None:
+        """Wait for the sums along the first axis, and forget the collective."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the sums, and return what this worker has of them."""
+        self.wait()
+        for axis in self.axes:
+            work = None if axis is self.axis else start_all_reduce(self.memory.flat, among=axis)
+            if work is not None:
+                work.wait()
+        # Return new tensors over the same memory: an optimizer or a user may keep or detach them.
+        return [view.detach() for view in self.memory.get_views(self.layouts)]
+
+
+class GradientBucket(ReducedBucket):
+    """Gradients that are reduced together. `.grad` of the parameters are views of its memory."""
+
+    is_writable = True
+    """Whether operators may write gradients into its memory."""
+
+    def __init__(self, axes: tuple[MeshAxis, ...], memory: FlatMemory, layouts: tuple[GradientLayout, ...]) -> None:
+        super().__init__(axes, axes[0], memory, layouts)
+        self._views: list[Tensor] = []
+
+    def open(self) -> None:
+        """Prepare the memory, and its views."""
+        super().open()
+        self._views = self.memory.get_views(self.layouts)
 
     def gradient_view(self, index: int) -> Tensor:
         """Return the memory of one gradient, for an operator to write into."""
-        return self.gradient_views[index]
+        return self._views[index]
 
     def start(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Copy in the gradients that were not written in place, and start to reduce all."""
         if gradients:
-            torch._foreach_copy_([self.gradient_views[index] for index in indices], list(gradients))
-        self.work = start_all_reduce(self.memory.flat, among=self.axes[0])
-
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums and return them. Only the sum along the first axis overlaps with computation."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-        for axis in self.axes[1:]:
-            work = start_all_reduce(self.memory.flat, among=axis)
-            if work is not None:
-                work.wait()
-        views, self.gradient_views = self.gradient_views, []
-        # Return new tensors over the same memory: an optimizer or a user may keep or detach them.
-        return [view.detach() for view in views]
+            torch._foreach_copy_([self._views[index] for index in indices], list(gradients))
+        self._views = []
+        self.work = start_all_reduce(self.memory.flat, among=self.axis)
 
 
-class ScatteredBucket:
+class ScatteredBucket(ReducedBucket):
     """Gradients that are summed together, of which each worker along an axis gets its pieces."""
 
     def __init__(
@@ -122,15 +141,11 @@ class ScatteredBucket:
         memory: FlatMemory,
         staging: StagingMemory,
     ) -> None:
-        self.axes = axes
-        self._axis = axis
+        super().__init__(axes, axis, memory, tuple(make_shard_layout(item, axis.rank) for item in pieces.layouts))
         self._pieces = pieces
-        self._memory = memory
         self._staging = staging
-        self._layouts = tuple(make_shard_layout(layout, axis.rank) for layout in pieces.layouts)
         self._written: Tensor | None = None
         """The staging memory, if an operator writes its gradient there."""
-        self._work: dist.Work | None = None
 
     @property
     def is_writable(self) -> bool:
@@ -138,12 +153,9 @@ class ScatteredBucket:
         return self._pieces.is_one_memory
 
     def open(self) -> None:
-        """Prepare the memory for a call of the program. The call before may have ended early."""
-        if self._work is not None:
-            await_end(self._work)
-            self._work = None
+        """Prepare the memory, and forget what an operator has written in a call that ended early."""
+        super().open()
         self._written = None
-        self._memory.renew()
 
     def gradient_view(self, _index: int) -> Tensor:
         """Return the memory of the only gradient, for an operator to write into."""
@@ -151,31 +163,16 @@ class ScatteredBucket:
         self._written = self._take_staging()
         return layout.view_flat(self._written, layout.shape)
 
-    def wait(self) -> None:
-        """Wait for the sums, and forget the collective."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-
     def start(self, _indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
         """Copy the gradients together unless they were written in place, and start to sum them."""
         flat, self._written = self._written, None
         if flat is None:
             flat = self._take_staging()
             self._pieces.join_wholes(gradients, flat)
-        self._work = start_reduce_scatter(self._memory.flat, flat, among=self._axis)
+        self.work = start_reduce_scatter(self.memory.flat, flat, among=self.axis)
 
     def _take_staging(self) -> Tensor:
-        return self._staging.take(self._pieces.flat_size, self._memory.flat, self.wait, among=self._axis)
-
-    def finish(self) -> list[Tensor]:
-        """Wait for the sums and return this worker's pieces. Only the sum along one axis overlaps with computation."""
-        self.wait()
-        for axis in self.axes:
-            work = None if axis is self._axis else start_all_reduce(self._memory.flat, among=axis)
-            if work is not None:
-                work.wait()
-        return [view.detach() for view in self._memory.get_views(self._layouts)]
+        return self._staging.take(self._pieces.flat_size, self.memory.flat, self.wait, among=self.axis)
 
 
 def make_shard_layout(layout: ShardLayout, rank: int) -> GradientLayout:
@@ -189,8 +186,6 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: Stat
     See Note [memory of a gradient].
 
     Args:
-        local: The graph, as lowered.
-        program: The logical program.
         storage: The memory of gradients, and which of them each worker keeps only a piece of. Default: none.
     """
     storage = storage or StateStorage()
@@ -206,7 +201,7 @@ def schedule_gradients(local: LocalGraph, program: LogicalProgram, storage: Stat
         sums |= add_bucket(local.graph, bucket, group)
     uses = Counter(node for node, _ in local.outputs)
     reduced: dict[str, fx.Node] = {}
-    output = get_output(local.graph)
+    output = local.graph.output_node()
     with local.graph.inserting_before(output):
         for gradient in gradients:
             is_placed = gradient.is_scattered or gradient.pieces is None
@@ -259,8 +254,6 @@ def add_own_memory(
     """Add what gives memory of its own to a gradient that is in no bucket, or to this worker's piece of it.
 
     Args:
-        graph: The graph.
-        gradient: The gradient.
         value: It as a whole, or this worker's piece of it.
         storage: The axis that divides it.
         is_shared: Whether another value may have its memory.
@@ -289,18 +282,12 @@ def make_bucket(
     return GradientBucket(first.axes, memory.get(number, size, first.value, among=first.axes[0]), whole)
 
 
-def get_output(graph: fx.Graph) -> fx.Node:
-    """Return the node that returns the graph's values."""
-    output: fx.Node = next(node for node in graph.nodes if node.op == "output")
-    return output
-
-
 def add_bucket(
     graph: fx.Graph, bucket: GradientBucket | ScatteredBucket, group: Sequence[GradientOutput]
 ) -> dict[str, fx.Node]:
     """Reduce a group of gradients in a bucket: start after the last one, and finish at the end; return them by name."""
     is_scattered = isinstance(bucket, ScatteredBucket)
-    output = get_output(graph)
+    output = graph.output_node()
     with graph.inserting_before(next((node for node in graph.nodes if node.op != "placeholder"), output)):
         graph.call_function(bucket.open, ())
     in_place = [

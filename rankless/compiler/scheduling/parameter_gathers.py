@@ -8,10 +8,9 @@ when the group before it is first used, so that it overlaps with computation.
 
 This is what FSDP does for modules that a script names (Zhao et al., VLDB 2023), as a pass over the local graph.
 
-Copy results that lie in memory of parameters which workers share: the next step changes it.
-
-A gathered parameter is fresh in each call, and a program that returns it may as well return its memory. Shared memory
-of parameters must not leave the program; see Note [shards in one memory]. Gradients have memory of their own already.
+Results that lie in memory of parameters which workers share are copied, because the next step changes it. A gathered
+parameter is fresh in each call, and a program that returns it may as well return its memory. Shared memory of
+parameters must not leave the program; see Note [shards in one memory]. Gradients have memory of their own already.
 """
 
 from collections.abc import Mapping, Sequence
@@ -89,13 +88,7 @@ class GatheredValue:
 
 
 def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: StateStorage) -> LocalGraph:
-    """Return a local graph whose stored parameters are inputs in pieces; see Note [gathers of parameters].
-
-    Args:
-        local: The graph, which takes whole parameters.
-        program: The logical program that it was lowered from.
-        storage: Which parameters are stored in pieces.
-    """
+    """Return a local graph whose stored parameters are inputs in pieces; see Note [gathers of parameters]."""
     shapes = {described.name: node.meta["val"] for node, described in program.inputs.items()}
     layouts = {
         node: storage.make_layout(described.name, shapes[described.name], storage.values[described.name])
@@ -116,11 +109,11 @@ def gather_parameters(local: LocalGraph, program: LogicalProgram, storage: State
     groups = group_values([item for item in gathered if item.parameter not in shared], values, sizes, limit)
     add_gathers(local.graph, groups, layouts, values, storage.axis)
     for item in gathered:
-        if item.parameter in shared:
+        if item.parameter in shared:  # it lies whole in the memory of all workers: nothing is sent
             use_whole(local.graph, item, item.parameter)
     remove_unused(local.graph)
     copy_shared_results(local, shared)
-    output = next(node for node in local.graph.nodes if node.op == "output")
+    output: Any = local.graph.output_node()
     outputs = tuple((node, described) for node, (_, described) in zip(output.args[0], local.outputs, strict=True))
     return LocalGraph(
         graph=local.graph, inputs=local.inputs, outputs=outputs, pending_gradients=local.pending_gradients
@@ -263,7 +256,7 @@ def copy_shared_results(local: LocalGraph, shared: Mapping[fx.Node, int]) -> Non
         shared: The inputs that lie in shared memory, and the number of the memory of each.
     """
     one_of_each = {memory: node for node, memory in shared.items()}
-    output = next(node for node in local.graph.nodes if node.op == "output")
+    output: Any = local.graph.output_node()
     values = list(output.args[0])
     places = [place for place, (_, described) in enumerate(local.outputs) if described.kind != "gradient"]
     if not one_of_each or not places:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 
+from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.errors import CaptureError
 from rankless.torch_versions import find_name
 from rankless.user_code import user_line
@@ -69,10 +70,8 @@ def trace_checkpoints(modules: Mapping[str, nn.Module], numbers: CheckpointNumbe
         modules: The modules of the job, whose buffers count.
         numbers: Receives the number of the checkpoint in which the trace is.
     """
-    names = vars(checkpoints)
     generator = find_name(checkpoints, "_checkpoint_without_reentrant_generator_impl")
-    before = {name: names[name] for name in ("CheckpointFunction", generator)}
-    run_checkpoint = before[generator]
+    run_checkpoint = getattr(checkpoints, generator)
 
     def run_and_compare(*args: Any, **kwargs: Any) -> Generator[None, None, None]:
         if not torch.is_grad_enabled():
@@ -84,11 +83,10 @@ def trace_checkpoints(modules: Mapping[str, nn.Module], numbers: CheckpointNumbe
         if torch.is_grad_enabled():
             require_same_buffers(values, read_buffers(modules))
 
-    names.update({"CheckpointFunction": TraceableCheckpoint, generator: run_and_compare})
-    try:
+    with replace_attributes(
+        (checkpoints, "CheckpointFunction", TraceableCheckpoint), (checkpoints, generator, run_and_compare)
+    ):
         yield
-    finally:
-        names.update(before)
 
 
 def read_buffers(modules: Mapping[str, nn.Module]) -> dict[str, Tensor]:

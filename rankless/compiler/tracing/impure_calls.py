@@ -2,19 +2,18 @@
 
 import contextlib
 import datetime
-import functools
 import io
 import os
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy
 import torch
 
+from rankless.compiler.tracing.replaced_attributes import make_refusing_function, replace_attributes
 from rankless.errors import CaptureError
 from rankless.user_code import INSTALLED_FOLDERS, STANDARD_FOLDER, is_user_code, script_line, user_line
 
@@ -148,41 +147,27 @@ def refuse_python_impure_calls() -> Iterator[None]:
 
     The profiler of `PythonTracer` does not see these functions as C functions; it catches the others.
     """
-    refused_functions = [(numpy.random, name, EXPECTED_DETERMINISTIC) for name in list_numpy_random_functions()]
-    refused_functions += [(torch, name, EXPECTED_NO_IO) for name in ("load", "save")] + [
-        (torch, "initial_seed", EXPECTED_DETERMINISTIC)
-    ]
-    originals = [(module, name, getattr(module, name)) for module, name, _ in refused_functions]
-    for module, name, expected in refused_functions:
-        setattr(module, name, make_refusing_function(getattr(module, name), f"{module.__name__}.{name}", expected))
-    # The patches above miss functions that the script imported by name. Their effect on the generators shows.
+    # These are methods that are bound to NumPy's global generator.
+    generator = vars(numpy.random)["random"].__self__
+    drawing = [name for name, item in vars(numpy.random).items() if getattr(item, "__self__", None) is generator]
+    refused = [(numpy.random, name, EXPECTED_DETERMINISTIC) for name in drawing]
+    refused += [(torch, "load", EXPECTED_NO_IO), (torch, "save", EXPECTED_NO_IO)]
+    refused += [(torch, "initial_seed", EXPECTED_DETERMINISTIC)]
+    # The patches miss functions that the script imported by name. Their effect on the generators shows.
     python_state, numpy_state = random.getstate(), get_numpy_rng_state()
-    try:
+    with replace_attributes(*(make_refusal(module, name, expected) for module, name, expected in refused)):
         yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
     if random.getstate() != python_state or get_numpy_rng_state() != numpy_state:
         raise make_impure_call_error("a random function of Python or NumPy", None, EXPECTED_DETERMINISTIC)
 
 
-def list_numpy_random_functions() -> list[str]:
-    """Return the names of the functions that draw from NumPy's global generator, which are methods bound to it."""
-    generator = vars(numpy.random)["random"].__self__
-    return [name for name, item in vars(numpy.random).items() if getattr(item, "__self__", None) is generator]
+def make_refusal(module: ModuleType, name: str, expected: str) -> tuple[ModuleType, str, Callable[..., Any]]:
+    """Return a function of a module, by its name, and what raises in its place when the user's code calls it."""
 
+    def make_error(frame: FrameType) -> CaptureError:
+        return make_impure_call_error(f"{module.__name__}.{name}", script_line(frame) or user_line(frame), expected)
 
-def make_refusing_function(original: Callable[..., Any], name: str, expected: str) -> Callable[..., Any]:
-    """Wrap a function so that it raises when the user's code calls it."""
-
-    @functools.wraps(original)
-    def refusing_function(*args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        if is_user_code(frame.f_code.co_filename):
-            raise make_impure_call_error(name, script_line(frame) or user_line(frame), expected)
-        return original(*args, **kwargs)
-
-    return refusing_function
+    return module, name, make_refusing_function(getattr(module, name), is_user_code, make_error)
 
 
 def make_impure_call_error(function_name: str, where: str | None, expected: str) -> CaptureError:

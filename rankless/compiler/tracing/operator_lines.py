@@ -27,13 +27,6 @@ PYTHON_LEVEL_FRAMES = ("__repr__", "__format__", "handle_torch_function")
 """PyTorch frames between the user's code and this mode, for tensor functions written in Python."""
 
 
-def find_calling_frame(frame: FrameType) -> FrameType:
-    """Return the frame that called a PyTorch function."""
-    while frame.f_code.co_name in PYTHON_LEVEL_FRAMES and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
-
-
 @dataclass(frozen=True)
 class TracedFunction:
     """Where the trace of a job's function begins.
@@ -140,7 +133,10 @@ class SourceLineMode(TorchFunctionMode):
     def _dispatch(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType, profile: Any
     ) -> Any:
-        by_user = is_user_code(find_calling_frame(frame).f_code.co_filename)
+        caller = frame
+        while caller.f_code.co_name in PYTHON_LEVEL_FRAMES and caller.f_back is not None:
+            caller = caller.f_back
+        by_user = is_user_code(caller.f_code.co_filename)
         line = self._traced.find_line(frame)
         refusal = find_refusal(func, args, self._module_tensors, by_user=by_user)
         if refusal is not None:
@@ -163,21 +159,9 @@ class SourceLineMode(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def record_origins(
-    tensors: ModuleTensors,
-    generators: ScriptGenerators,
-    names: ModuleNames,
-    call_log: list[Any],
-    traced: TracedFunction,
-    checkpoints: CheckpointNumbers,
-) -> Iterator[None]:
-    """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`.
-
-    The context appends each call, in order, to `call_log`.
-    """
+def record_origins(mode: SourceLineMode) -> Iterator[None]:
+    """Within the context, every traced operator carries its encoded `OperatorOrigin` as `meta["stack_trace"]`."""
     before = dict(fx_traceback.current_meta)
-    checkpoints.begin_pass()
-    mode = SourceLineMode(tensors, generators, names, call_log, traced, checkpoints)
     with fx_traceback.preserve_node_meta(), mode:
         yield
     fx_traceback.current_meta.clear()
@@ -189,18 +173,14 @@ def call_untraced(function: Callable[..., Any], args: tuple[Any, ...], kwargs: d
 
     The profiler `profile` stays on if an argument may be the user's code.
     """
-    if profile is None or not any(map(may_call_user_code, (*args, *kwargs.values()))):
+    given = (*args, *kwargs.values())
+    if profile is None or not any(callable(item) and not isinstance(item, type) for item in given):
         return function(*args, **kwargs)
     sys.setprofile(profile)
     try:
         return function(*args, **kwargs)
     finally:
         sys.setprofile(None)
-
-
-def may_call_user_code(argument: Any) -> bool:
-    """Return whether an argument may be the user's Python code."""
-    return callable(argument) and not isinstance(argument, type)
 
 
 def describe_arguments(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -133,7 +133,6 @@ def find_refusal(
 
     Args:
         function: The tensor function, as PyTorch passes it to a function mode.
-        args: Its positional arguments.
         module_tensors: The job's parameters and buffers.
         by_user: Whether the user's code makes the call, not PyTorch.
     """

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rankless.compiler.ir.local_kernels import GeneratorStart
+from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.parallel.default_generator import find_default_generator
 
 
@@ -106,17 +107,10 @@ def trace_forks(generators: ScriptGenerators) -> Iterator[None]:
     def manual_seed(seed: Any) -> Any:
         return generators.seed(int(seed)) if generators.is_forked else originals["manual_seed"](seed)
 
-    replaced: list[Callable[..., Any]] = [get_rng_state, set_rng_state, manual_seed]
-    originals = {item.__name__: getattr(torch, item.__name__) for item in replaced}
-    for owner in (torch, torch.random):
-        for item in replaced:
-            setattr(owner, item.__name__, item)
-    try:
+    functions: list[Callable[..., Any]] = [get_rng_state, set_rng_state, manual_seed]
+    originals = {item.__name__: getattr(torch, item.__name__) for item in functions}
+    with replace_attributes(*((owner, item.__name__, item) for owner in (torch, torch.random) for item in functions)):
         yield
-    finally:
-        for owner in (torch, torch.random):
-            for name, original in originals.items():
-                setattr(owner, name, original)
 
 
 def is_fork(frame: FrameType) -> bool:

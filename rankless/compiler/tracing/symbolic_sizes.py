@@ -26,6 +26,7 @@ from torch._dynamo.source import ConstantSource
 from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.errors import CaptureError
 from rankless.user_code import is_user_code, user_line
 
@@ -106,21 +107,16 @@ class SymbolicSizes:
 
     def has_free_symbols(self) -> bool:
         """Return whether any size is still free; none is if the job used the number of each."""
-        return any(not is_static(size) for size in self.symbols.values())
+        return any(not size.node.expr.is_number for size in self.symbols.values())
 
 
 @contextlib.contextmanager
 def specialize_on_repr() -> Iterator[None]:
     """Within the context, a size that the user's code converts to text becomes the number it is now, with a guard."""
     kinds: tuple[tuple[Any, type], ...] = ((SymInt, int), (SymFloat, float), (SymBool, bool))
-    originals = [kind.__repr__ for kind, _ in kinds]
-    for (kind, plain), original in zip(kinds, originals, strict=True):
-        kind.__repr__ = make_specializing_repr(original, plain)
-    try:
+    functions = [(kind, "__repr__", make_specializing_repr(kind.__repr__, plain)) for kind, plain in kinds]
+    with replace_attributes(*functions):
         yield
-    finally:
-        for (kind, _), original in zip(kinds, originals, strict=True):
-            kind.__repr__ = original
 
 
 def make_specializing_repr(original: Callable[[Any], str], plain: type) -> Callable[[Any], str]:
@@ -152,11 +148,6 @@ def is_symbolic(value: Any) -> bool:
     return isinstance(value, SymInt | SymFloat | SymBool)
 
 
-def is_static(value: Any) -> bool:
-    """Return whether a value made of sizes is the same in every call, because its guards allow no other."""
-    return not is_symbolic(value) or bool(value.node.expr.is_number)
-
-
 def is_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     """Return whether sizes are the same expressions, without a guard: others may be equal in the present call."""
     return list(map(str, one)) == list(map(str, other))
@@ -166,7 +157,9 @@ def size_hint(value: Any) -> Any:
     """Return the number of a size in the present call without a guard, for choices where either way is correct."""
     if not is_symbolic(value):
         return value
-    return value.node.hint if value.node.hint is not None else assume_count(value)
+    if value.node.hint is not None:
+        return value.node.hint
+    return evaluate_with_assumed_counts(value.node, SELECTED_SHARE)
 
 
 def format_expression(size: SymInt | SymFloat) -> str:
@@ -205,16 +198,10 @@ def has_count(values: Iterable[Any]) -> bool:
     )
 
 
-def assume_count(value: Any) -> Any:
-    """Return the number that costs assume for a size that depends on counts."""
-    return evaluate_with_assumed_counts(value.node, SELECTED_SHARE)
-
-
 def evaluate_with_assumed_counts(node: Any, share: int = 1) -> Any:
     """Return what an expression of a trace gives for assumed counts.
 
     Args:
-        node: PyTorch's `SymNode`.
         share: Assume that one of so many of the rows that could be selected is.
     """
     environment = node.shape_env
@@ -238,9 +225,6 @@ def limit_count(environment: Any, symbol: sympy.Symbol) -> int:
 
 def decide_without_count(node: Any) -> Any:
     """Answer a question about counts after the trace; see Note [counts of selected rows].
-
-    Args:
-        node: PyTorch's `SymNode` of the question.
 
     Raises:
         CaptureError: The question is what the number is.

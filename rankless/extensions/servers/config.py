@@ -4,6 +4,9 @@ A server process has its configuration in one environment variable, which only t
 
 Note [copies of servers]: with `replicas=1` a run with S servers has 2 S server processes. All are numbered: server
 S + k is the copy of server k. Both hold part k of each table. They are equal, and know nothing of each other.
+
+The agent of a host and its workers share memory with a byte for each server, which says whether it is lost for good. A
+worker that waits for a server looks there, so the agent never waits for a worker.
 """
 
 import os
@@ -14,6 +17,7 @@ import msgspec
 
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
+from rankless.records.shared_record import open_shared_file
 
 SERVER = "RANKLESS_SERVER"
 DEFAULT_STALENESS = 4
@@ -187,3 +191,22 @@ def read_server_config() -> ServerConfig:
             found=str(error),
             fix="let the launcher start servers",
         ) from None
+
+
+_LOST_NAME = "rankless-lost-servers"
+_LOST = b"\1"
+
+
+def open_lost_servers(count: int) -> int | None:
+    """Return the descriptor of new memory for `count` servers, of which none is lost; None outside Linux."""
+    return open_shared_file(_LOST_NAME, count)
+
+
+def mark_lost(descriptor: int, server: int) -> None:
+    """Note that a server, by its index, is lost for good."""
+    os.pwrite(descriptor, _LOST, server)
+
+
+def is_server_lost(descriptor: int | None, server: int) -> bool:
+    """Return whether a server, by its index, is lost for good. Without a descriptor none is."""
+    return descriptor is not None and os.pread(descriptor, 1, server) == _LOST

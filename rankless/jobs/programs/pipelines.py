@@ -10,11 +10,9 @@ from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.pipeline_parallel.measured_work import measure_work
-from rankless.compiler.pipeline_parallel.options import PipelineOptions
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, StageWorkers, make_schedule
-from rankless.compiler.pipeline_parallel.stages import Stages, find_stages
+from rankless.compiler.pipeline_parallel.stages import PipelineOptions, Stages, find_stages, measure_work
 from rankless.compiler.pipeline_parallel.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.scheduling.state_storage import StateStorage

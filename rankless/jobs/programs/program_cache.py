@@ -21,7 +21,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.program_agreement import require_same_program
-from rankless.compiler.scheduling.gradient_memory import GradientMemory
+from rankless.compiler.scheduling.state_storage import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
 from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
 from rankless.context.generator_states import restore_generators, save_generators

@@ -18,7 +18,7 @@ from rankless.extensions.fleetrun.tables import format_environment_table, format
 from rankless.extensions.servers.config import RequestedServers, ServersConfig
 from rankless.extensions.servers.launch import server_hosts
 from rankless.extensions.servers.launch.options import find_requested
-from rankless.extensions.servers.launch.server_launches import make_server_launches
+from rankless.extensions.servers.launch.server_process import make_server_launches
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.peers import Peers
 from rankless.launch.profile import load_profile

@@ -15,7 +15,7 @@ from support.processes import on_mesh
 
 from rankless.extensions.horovod import context
 from rankless.extensions.horovod.engine import execution, rendezvous
-from rankless.extensions.horovod.engine.backends.shared_memory import SharedMemoryBackend
+from rankless.extensions.horovod.engine.backends import SharedMemoryBackend
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow

@@ -13,8 +13,7 @@ from support.warm_runs import run_script
 from rankless.collectives.backends.shared_group import NO_MEMORY
 from rankless.extensions.horovod import context
 from rankless.extensions.horovod.common.exceptions import HorovodInternalError
-from rankless.extensions.horovod.engine import operation_scheduler
-from rankless.extensions.horovod.engine.backends import opening
+from rankless.extensions.horovod.engine import backends, operation_scheduler
 from rankless.extensions.horovod.engine.operation_scheduler import OperationScheduler
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.parallel.mesh import Mesh
@@ -69,7 +68,7 @@ def test_values_are_reduced_to_the_same_bits_on_all_ranks(how: str, reduction: R
 
 
 def _by_group(mesh: Mesh, dtype: torch.dtype) -> torch.Tensor:
-    with mock.patch.object(opening, "open_shared_group", return_value=NO_MEMORY):
+    with mock.patch.object(backends, "open_shared_group", return_value=NO_MEMORY):
         return _reduced(mesh, 40_000, ReduceOpCode.SUM, dtype)
 
 

@@ -1,6 +1,6 @@
 """A round of an elastic job without progress: when it is reported, and which worker is killed."""
 
-from rankless.extensions.horovodrun.elastic.stalled_rounds import StalledRoundDetector, StallReport
+from rankless.extensions.horovodrun.elastic.driver import StalledRoundDetector, StallReport
 from rankless.records.elastic_messages import RankAssignment
 from rankless.records.events import RankState, RankStatus
 

@@ -11,7 +11,7 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.extensions.horovodrun.elastic.stalled_workers import WorkerWatchdog
+from rankless.extensions.horovodrun.elastic.local_workers import WorkerWatchdog
 from rankless.records.events import HangDetected, RankStatus, Started
 
 Tick = Callable[[], list[RankStatus | HangDetected]]

@@ -11,12 +11,17 @@ import torch
 import torch.distributed as dist
 
 from rankless.errors import CollectiveError
-from rankless.extensions.horovod.engine.backends.opening import Backend, BackendRequest, open_backend
-from rankless.extensions.horovod.engine.backends.process_group import ProcessGroupBackend
-from rankless.extensions.horovod.engine.backends.shared_memory import SharedMemoryBackend
+from rankless.extensions.horovod.engine.backends import (
+    DTYPES,
+    Backend,
+    BackendRequest,
+    ProcessGroupBackend,
+    ScaledReduction,
+    SharedMemoryBackend,
+    open_backend,
+)
 from rankless.extensions.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
-from rankless.extensions.horovod.engine.scaling import DTYPES, ScaledReduction
 from rankless.extensions.horovod.exceptions import HorovodInternalError
 from rankless.runtime.rendezvous.job_rendezvous import print_notice
 

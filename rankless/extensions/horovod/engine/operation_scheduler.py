@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
+from rankless.extensions.horovod.engine.backends import DTYPES, ScaledReduction
 from rankless.extensions.horovod.engine.coordinator import ALL_RANKS, TENSOR_KINDS, Coordinator, round_fusion_threshold
 from rankless.extensions.horovod.engine.coordinator_client import (
     CoordinatorClient,
     LocalCoordinatorClient,
     RemoteCoordinatorClient,
     ShutdownReceived,
+    StallDetector,
 )
 from rankless.extensions.horovod.engine.execution import ExecutionContext, OperationExecutor
 from rankless.extensions.horovod.engine.messages import Execute, RequestMetadata
@@ -37,8 +39,6 @@ from rankless.extensions.horovod.engine.requests import (
     make_metadata,
     parse_operation_kind,
 )
-from rankless.extensions.horovod.engine.scaling import DTYPES, ScaledReduction
-from rankless.extensions.horovod.engine.stall_check import StallDetector
 from rankless.extensions.horovod.engine.timeline import Timeline
 from rankless.extensions.horovod.exceptions import HorovodInternalError
 from rankless.extensions.horovod.settings import Settings

@@ -26,10 +26,10 @@ from rankless.extensions.horovod.engine.requests import EngineRequest, Operation
 from rankless.extensions.horovod.exceptions import HorovodInternalError
 from rankless.extensions.horovod.torch.compression import Compressor
 from rankless.extensions.horovod.torch.functions import broadcast_object
+from rankless.extensions.horovod.torch.operations.allgather import sparse_allreduce_async
 from rankless.extensions.horovod.torch.operations.checks import resolve_set_id, validate_tensor
 from rankless.extensions.horovod.torch.operations.handles import make_group_requests
 from rankless.extensions.horovod.torch.operations.reduction_rule import ReductionRule
-from rankless.extensions.horovod.torch.operations.sparse import sparse_allreduce_async
 
 BATCH_BYTES = 4 << 20
 SMALL_BYTES = 1 << 16

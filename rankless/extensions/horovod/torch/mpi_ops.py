@@ -50,6 +50,7 @@ from rankless.extensions.horovod.torch.operations.allgather import (
     allgather_async,
     grouped_allgather,
     grouped_allgather_async,
+    sparse_allreduce_async,
 )
 from rankless.extensions.horovod.torch.operations.allreduce import (
     Allreduce,
@@ -90,7 +91,6 @@ from rankless.extensions.horovod.torch.operations.reduction_rule import (
     make_reduction_rule,
     resolve_reduction,
 )
-from rankless.extensions.horovod.torch.operations.sparse import sparse_allreduce_async
 
 _basics = HorovodBasics()
 """Horovod's object of these functions, which tools read."""

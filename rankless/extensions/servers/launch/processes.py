@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 
 from rankless.errors import LaunchError
 from rankless.extensions.servers.config import CANNOT_CONTINUE, DEFAULT_SERVER_RESTARTS, SERVER_ROLE, find_original
-from rankless.extensions.servers.launch.server_launches import ServerLaunch
-from rankless.extensions.servers.launch.server_process import ServerPhase, ServerProcess
+from rankless.extensions.servers.launch.server_process import ServerLaunch, ServerPhase, ServerProcess
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted
 from rankless.records.events import NO_RANK, ProcessExited, ProcessRestarted

@@ -1,4 +1,7 @@
-"""One server of a run: the memory that it keeps, and the processes that serve with it, one after the other."""
+"""One server of a run: the memory that it keeps, and the processes that serve with it, one after the other.
+
+`make_server_launches` says with which configuration, variables and log file each server starts.
+"""
 
 import contextlib
 import os
@@ -13,8 +16,9 @@ from pathlib import Path
 import msgspec
 
 from rankless.config.environment import WORKER_PLAN
-from rankless.extensions.servers.config import ServerConfig, server_environment
-from rankless.extensions.servers.launch.server_launches import ServerLaunch
+from rankless.config.run_config import AgreedJobConfig
+from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServerConfig, ServersConfig, server_environment
+from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import name_signal
 from rankless.records.live_run import ProcessStage
 from rankless.records.private_files import private_opener
@@ -23,6 +27,47 @@ from rankless.records.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
 from rankless.records.shared_record import open_shared_file
 from rankless.runtime.process_tree import delayed_interrupts
 from rankless.runtime.subprocess_command import module_command
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLaunch:
+    """A server to start."""
+
+    config: ServerConfig
+    variables: Mapping[str, str | None]
+    """The launcher's environment variables; None removes one."""
+    log_file: str
+
+
+def make_server_launches(
+    profile: LauncherProfile, start: AgreedJobConfig, servers: ServersConfig, *, folder: str, host_index: int = 0
+) -> list[ServerLaunch]:
+    """Return the servers of a host, with log files in its `folder`."""
+    agreed = start.roles[NAME]
+    configs = [
+        ServerConfig(
+            index=index,
+            server_count=servers.part_count,
+            replicas=servers.replicas,
+            worker_count=start.world_size,
+            address=servers.addresses[index],
+            token=servers.token,
+            run_id=start.run_id,
+            encrypted=servers.encrypted,
+            mode=servers.mode,
+            staleness=servers.staleness,
+        )
+        for index in agreed.on_host(host_index)
+    ]
+    return [
+        ServerLaunch(
+            config=each,
+            variables=profile.process_environment(agreed, each.index, start),
+            log_file=os.path.abspath(profile.process_log_file(folder, SERVER_ROLE, each.index)),
+        )
+        for each in configs
+    ]
+
 
 SERVER_MODULE = "rankless.extensions.servers.service.process"
 MAX_READY_BYTES = 4096

@@ -15,7 +15,7 @@ import numpy as np
 from rankless.errors import RanklessError, TableError
 from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
-from rankless.extensions.servers.launch.server_launches import ServerLaunch
+from rankless.extensions.servers.launch.server_process import ServerLaunch
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.tables.optimizers import SgdSettings

@@ -12,13 +12,11 @@ from rankless.extensions.servers.service.served_table import OpenedTable, Served
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.service.server_requests import ServerRequests
 from rankless.extensions.servers.service.table_pulls import EarlyPulls
-from rankless.extensions.servers.service.table_slices import TableSlice, send_slices
 from rankless.extensions.servers.service.wire.authentication import WorkerHello
-from rankless.extensions.servers.service.wire.lost_worker_messages import LostWorkersMessage
-from rankless.extensions.servers.service.wire.messages import Kind, MessageHeader
+from rankless.extensions.servers.service.wire.messages import Kind, LostWorkersMessage, MessageHeader
 from rankless.extensions.servers.service.wire.prepared_pushes import encode_pushes
 from rankless.extensions.servers.service.wire.setting_formats import encode_table_settings
-from rankless.extensions.servers.service.worker_transaction import WorkerTransaction
+from rankless.extensions.servers.service.worker_transaction import TableSlice, WorkerTransaction, send_slices
 from rankless.extensions.servers.tables.row_gradients import RowGradients
 from rankless.extensions.servers.tables.settings import TableSettings
 

@@ -15,9 +15,8 @@ from rankless.errors import RanklessError, TableError
 from rankless.extensions.servers.config import CANNOT_CONTINUE, SERVER_ROLE, ServerConfig, read_server_config
 from rankless.extensions.servers.service.server_status import ServerStatusPage
 from rankless.extensions.servers.service.table_server import TableServer, log_line
-from rankless.extensions.servers.service.wire.addresses import bound
 from rankless.extensions.servers.service.wire.encryption import FailedHandshakes, encrypted_server
-from rankless.extensions.servers.service.wire.server_socket import ServerSocket
+from rankless.extensions.servers.service.wire.server_socket import ServerSocket, bound
 from rankless.extensions.servers.service.wire.setting_formats import decode_table_settings
 from rankless.extensions.servers.tables.durable_tables import DurableTables
 from rankless.terminal import process_title

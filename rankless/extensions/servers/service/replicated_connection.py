@@ -16,8 +16,7 @@ from functools import partial
 from rankless.errors import RanklessError, ServerError
 from rankless.extensions.servers.service.server_connection import ServerAnswer, ServerConnection, TransferLostError
 from rankless.extensions.servers.service.wire.authentication import ServerWelcome
-from rankless.extensions.servers.service.wire.joint_pulls import renumber_joint_pull
-from rankless.extensions.servers.service.wire.joint_slices import renumber_slices
+from rankless.extensions.servers.service.wire.joint_messages import renumber_joint_pull, renumber_slices
 from rankless.extensions.servers.service.wire.messages import Frame, Kind, MessageHeader
 from rankless.extensions.servers.service.wire.prepared_pushes import renumber_pushes
 from rankless.extensions.servers.service.wire.worker_sockets import WorkerSocket

@@ -31,12 +31,15 @@ from rankless.extensions.servers.service.table_pulls import (
     TablePull,
     pull_together,
 )
-from rankless.extensions.servers.service.table_slices import TableSlice, send_slice, send_slices
-from rankless.extensions.servers.service.wire.lost_worker_messages import LostChangeMessage
-from rankless.extensions.servers.service.wire.messages import Kind, MessageHeader
+from rankless.extensions.servers.service.wire.messages import Kind, LostChangeMessage, MessageHeader
 from rankless.extensions.servers.service.wire.prepared_pushes import PreparedPush
 from rankless.extensions.servers.service.wire.setting_formats import encode_optimizer
-from rankless.extensions.servers.service.worker_transaction import WorkerTransaction
+from rankless.extensions.servers.service.worker_transaction import (
+    TableSlice,
+    WorkerTransaction,
+    send_slice,
+    send_slices,
+)
 from rankless.extensions.servers.tables.contents import TableContents, TableStatistics
 from rankless.extensions.servers.tables.optimizers import OptimizerSettings
 from rankless.extensions.servers.tables.row_gradients import RowGradients

@@ -1,19 +1,24 @@
-"""The tables of one server, by name, and the steps of committed transactions on them."""
+"""The tables of one server, by name, and the steps of committed transactions on them.
+
+The arrays of a request are checked before anything is done with them (`require_own_ids`, `gradients_of`).
+"""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from rankless.errors import TableError
-from rankless.extensions.servers.service.routing import first_shard
+from rankless.extensions.servers.service.routing import are_ids_of_shards, first_shard
 from rankless.extensions.servers.service.steps.worker_changes import WorkerChange
-from rankless.extensions.servers.service.wire.messages import MessageRefusedError
+from rankless.extensions.servers.service.wire.messages import MOST_MESSAGE_BYTES, MessageRefusedError, array_of
 from rankless.extensions.servers.service.wire.setting_formats import decode_optimizer, decode_table_settings
 from rankless.extensions.servers.tables.contents import TableContents
 from rankless.extensions.servers.tables.durable_tables import DurableTables
-from rankless.extensions.servers.tables.row_gradients import sum_gradients
+from rankless.extensions.servers.tables.row_gradients import RowGradients, sum_gradients
 from rankless.extensions.servers.tables.table import Table
 
 MOST_TABLES = 4096
@@ -176,3 +181,37 @@ class ServerTables:
 
 def _opener(opened: OpenTable) -> str:
     return "an earlier process of this server" if opened.worker is None else f"worker {opened.worker}"
+
+
+_MOST_OCCURRENCES = 1 << 32
+"""Of one id in one slice, so that sums over workers do not overflow."""
+
+
+def require_sendable(rows: Iterable[tuple[OpenTable, int]]) -> None:
+    """Raise MessageRefusedError for more rows of tables than a message may have."""
+    if sum(count * row_bytes_of(opened) for opened, count in rows) > MOST_MESSAGE_BYTES:
+        raise MessageRefusedError("a pull of too many rows")
+
+
+def row_bytes_of(opened: OpenTable) -> int:
+    """Return the bytes of one row's value, or of its gradient."""
+    settings = opened.table.settings
+    return settings.dim * np.dtype(settings.dtype).itemsize
+
+
+def require_own_ids(opened: OpenTable, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return ids of a table, which must be of its shards on this server. Raises MessageRefusedError."""
+    if not are_ids_of_shards(ids, opened.table.settings.shard_bits, *opened.shards):
+        raise MessageRefusedError("ids of another server")
+    return ids
+
+
+def gradients_of(opened: OpenTable, rows: int, frames: Sequence[memoryview]) -> RowGradients:
+    """Return gradients from the frames of their ids, occurrences and elements. Raises MessageRefusedError."""
+    settings = opened.table.settings
+    ids = require_own_ids(opened, array_of(frames[0], "<i8", (rows,)))
+    occurrences = array_of(frames[1], "<i8", (rows,))
+    gradients = array_of(frames[2], settings.dtype, (rows, settings.dim))
+    if rows and not 0 <= int(occurrences.min()) <= int(occurrences.max()) <= _MOST_OCCURRENCES:
+        raise MessageRefusedError("occurrences out of range")
+    return RowGradients(ids, occurrences, gradients)

@@ -17,12 +17,12 @@ from rankless.extensions.servers.service.wire.authentication import (
     is_proof,
     prove,
 )
-from rankless.extensions.servers.service.wire.error_messages import decode_error
 from rankless.extensions.servers.service.wire.messages import (
     Frame,
     Kind,
     MessageHeader,
     MessageRefusedError,
+    decode_error,
     decode_json,
     decode_message,
     make_message,

@@ -15,12 +15,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rankless.extensions.servers.service.request_arrays import row_bytes_of
-from rankless.extensions.servers.service.served_tables import OpenTable, ServerTables
+from rankless.extensions.servers.service.served_tables import OpenTable, ServerTables, row_bytes_of
 from rankless.extensions.servers.service.steps.transactions import PendingTransactions
 from rankless.extensions.servers.service.table_requests import TableRequests
-from rankless.extensions.servers.service.wire.joint_pulls import decode_joint_pull
-from rankless.extensions.servers.service.wire.joint_slices import split_slices
+from rankless.extensions.servers.service.wire.joint_messages import decode_joint_pull, split_slices
 from rankless.extensions.servers.service.wire.messages import PREPARED, Kind, MessageHeader, array_of
 from rankless.extensions.servers.tables.compiled_functions import compiled
 from rankless.extensions.servers.tables.id_map import mix, shard_of

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rankless.extensions.servers.service.routing import RoutedIds
 from rankless.extensions.servers.service.server_connection import ServerAnswer
 from rankless.extensions.servers.service.server_requests import SentNumber, ServerRequests
-from rankless.extensions.servers.service.wire.joint_pulls import JointPart, encode_joint_pull, split_rows
+from rankless.extensions.servers.service.wire.joint_messages import JointPart, encode_joint_pull, split_rows
 from rankless.extensions.servers.service.wire.messages import FOR_TRAINING, JOINT_BYTES, Kind, MessageHeader
 from rankless.extensions.servers.service.worker_transaction import WorkerTransaction
 from rankless.extensions.servers.tables.settings import TableSettings

@@ -1,4 +1,4 @@
-"""What a server does for each kind of request about tables."""
+"""What a server does for each kind of request about tables, and what it keeps of each worker for the next request."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,34 +14,89 @@ from rankless.extensions.servers.service.contents_transfer import (
     IncomingContents,
     check_contents,
 )
-from rankless.extensions.servers.service.request_arrays import (
+from rankless.extensions.servers.service.served_tables import (
+    OpenTable,
+    ServerTables,
     gradients_of,
     require_own_ids,
     require_sendable,
     row_bytes_of,
 )
-from rankless.extensions.servers.service.served_tables import OpenTable, ServerTables
-from rankless.extensions.servers.service.sessions import RequestAnswer, WorkerSession
 from rankless.extensions.servers.service.steps.independent_transactions import IndependentTransactions
 from rankless.extensions.servers.service.steps.transactions import MOST_AHEAD, CommonTransactions, PendingTransactions
 from rankless.extensions.servers.service.steps.worker_changes import LostWorkerChange, WorkerChange
-from rankless.extensions.servers.service.wire.error_messages import encode_error
-from rankless.extensions.servers.service.wire.joint_pulls import decode_joint_pull, encode_rows
-from rankless.extensions.servers.service.wire.joint_slices import split_slices
-from rankless.extensions.servers.service.wire.lost_worker_messages import LostChangeMessage, LostWorkersMessage
+from rankless.extensions.servers.service.wire.joint_messages import decode_joint_pull, encode_rows, split_slices
 from rankless.extensions.servers.service.wire.messages import (
     FOR_TRAINING,
+    MOST_IN_FLIGHT,
     MOST_MESSAGE_BYTES,
     PREPARED,
+    Frame,
     Kind,
+    LostChangeMessage,
+    LostWorkersMessage,
     MessageHeader,
     MessageRefusedError,
     array_of,
     decode_json,
+    encode_error,
 )
 from rankless.extensions.servers.service.wire.prepared_pushes import PreparedPushMessage
 from rankless.extensions.servers.service.wire.setting_formats import decode_optimizer
 from rankless.extensions.servers.tables.row_gradients import RowGradients
+
+
+class RequestAnswer(NamedTuple):
+    """The answer to one request: a header, and payload frames."""
+
+    header: MessageHeader
+    payload: tuple[Frame, ...] = ()
+
+
+class WorkerSession:
+    """One incarnation of a worker, and its connection."""
+
+    def __init__(self, *, worker: int, incarnation: int, instance: int, number: int, identity: bytes) -> None:
+        self.worker = worker
+        self.incarnation = incarnation
+        self.instance = instance
+        self.number = number
+        self.identity = identity
+        self.last_sequence = 0
+        self.answers: dict[int, RequestAnswer] = {}
+        """By number of the request, those that the worker has not acknowledged."""
+        self.snapshots: dict[int, ContentsSnapshot] = {}
+        """By number of the table, what the worker is reading."""
+        self.incoming: dict[int, IncomingContents] = {}
+        """By number of the table, what the worker is restoring."""
+        self._acknowledged = 0
+
+    def reconnect(self, number: int, identity: bytes) -> None:
+        """Go on over another connection."""
+        self.number, self.identity = number, identity
+
+    def is_next(self, header: MessageHeader) -> bool:
+        """Return whether a request is the next one. Otherwise it is an earlier one, or numbers are missing.
+
+        Raises:
+            MessageRefusedError: It acknowledges answers that cannot have arrived, or too many requests are in flight.
+        """
+        next_sequence = self.last_sequence + 1
+        if header.sequence != next_sequence:
+            return False
+        if not self._acknowledged <= header.acknowledged < next_sequence:
+            raise MessageRefusedError("an acknowledgement of other answers than those sent")
+        if next_sequence - header.acknowledged > MOST_IN_FLIGHT:
+            raise MessageRefusedError("too many requests in flight")
+        for sequence in range(self._acknowledged + 1, header.acknowledged + 1):
+            self.answers.pop(sequence, None)
+        self._acknowledged = header.acknowledged
+        return True
+
+    def is_answered_later(self, sequence: int) -> bool:
+        """Return whether an earlier request waits for other workers."""
+        return self._acknowledged < sequence <= self.last_sequence and sequence not in self.answers
+
 
 _READ_KINDS = (Kind.PULL, Kind.PULL_SEVERAL, Kind.CONTENTS, Kind.RESTORE_END, Kind.STATISTICS, Kind.LEAVE)
 """They see what the worker has committed, and wait for the other workers' part of it. A worker leaves no earlier,

@@ -11,8 +11,13 @@ from rankless.errors import ServerError
 from rankless.extensions.servers.config import ServerConfig
 from rankless.extensions.servers.service.served_tables import ServerTables
 from rankless.extensions.servers.service.server_status import RequestCounter
-from rankless.extensions.servers.service.sessions import RequestAnswer, WorkerSession
-from rankless.extensions.servers.service.table_requests import TableRequests, WorkerRequest, failed
+from rankless.extensions.servers.service.table_requests import (
+    RequestAnswer,
+    TableRequests,
+    WorkerRequest,
+    WorkerSession,
+    failed,
+)
 from rankless.extensions.servers.service.wire.authentication import (
     Challenger,
     ServerWelcome,

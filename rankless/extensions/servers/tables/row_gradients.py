@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankless.extensions.servers.tables.compiled_functions import compiled
-from rankless.extensions.servers.tables.distinct_ids import find_distinct
+from rankless.extensions.servers.tables.id_map import find_distinct
 from rankless.extensions.servers.tables.settings import TableSettings
 
 GradientArrays = tuple[NDArray[np.int64], NDArray[np.floating]]

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import numpy as np
 
 from rankless.errors import TableError
-from rankless.extensions.servers.tables import initial_values
 from rankless.extensions.servers.tables.contents import TableContents, TableState, TableStatistics
 from rankless.extensions.servers.tables.id_map import FULL, list_entries, pack_occurrences, unpack_occurrences
 from rankless.extensions.servers.tables.memory import ArrayMemory, ProcessMemory
@@ -23,11 +22,14 @@ from rankless.extensions.servers.tables.row_optimizers import (
 from rankless.extensions.servers.tables.rows import (
     BY_COUNT,
     BY_HASH,
+    CONSTANT,
     CREATED,
     EVERY_ID,
     EVICTED,
     EXPIRED,
+    NORMAL,
     REJECTED,
+    UNIFORM,
     RowPolicy,
     admit,
     expire,
@@ -290,11 +292,11 @@ def _rebuild(settings: TableSettings, contents: TableContents) -> Table:
 def _policy_of(settings: TableSettings) -> RowPolicy:
     match settings.initial:
         case Constant(value=value):
-            initial = (initial_values.CONSTANT, value, 0.0)
+            initial = (CONSTANT, value, 0.0)
         case Uniform(low=low, high=high):
-            initial = (initial_values.UNIFORM, low, high)
+            initial = (UNIFORM, low, high)
         case Normal(mean=mean, std=std):
-            initial = (initial_values.NORMAL, mean, std)
+            initial = (NORMAL, mean, std)
     match settings.admission:
         case None:
             admission = (EVERY_ID, 0.0)

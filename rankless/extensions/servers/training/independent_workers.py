@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast
 from rankless.errors import ConfigError, RanksDiverged
-from rankless.extensions.servers.own_steps import OwnSteps, SharedParameters
+from rankless.extensions.servers.training.own_steps import OwnSteps, SharedParameters
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
 

@@ -1,36 +1,102 @@
-"""What takes part in jobs for tables of rows, and for the servers of a run that hold them."""
+"""What takes part in jobs for tables of rows, and for the servers of a run that hold them.
+
+With heterogeneous workers it cuts each program into two stages.
+
+Note [dense stages]: what the dense modules compute and all that follows from it is the second stage. The rest is the
+first one, wherever it stands in the script: lookups in tables, pooling, and what is added to the scores of the dense
+part. A lookup whose ids follow from the dense part would have to come after it, so it is refused.
+"""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
+from operator import getitem
 
-import msgspec
+from torch import fx
 from torch.optim import Optimizer
 
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.pipeline_parallel.stages import Stages
+from rankless.compiler.pipeline_parallel.stages import (
+    Stages,
+    assign_backward,
+    find_free,
+    find_owners,
+    list_forward,
+    list_prefixes,
+)
+from rankless.compiler.rules.extension_operators import is_lookup
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.joint_events import JointEvents, JointParticipant
 from rankless.context.world import StartedWorkers, World
-from rankless.extensions.servers.config import NAME, ServersConfig
+from rankless.errors import CaptureError, ConfigError
+from rankless.extensions.servers.config import ServersConfig, find_served
 from rankless.extensions.servers.dense_parts import find_dense
-from rankless.extensions.servers.own_steps import OwnSteps
-from rankless.extensions.servers.training.dense_stages import find_dense_stages
 from rankless.extensions.servers.training.independent_view import IndependentView
 from rankless.extensions.servers.training.independent_workers import IndependentWorkers, ServedOwner
 from rankless.extensions.servers.training.job_tables import JobTables, list_tables
+from rankless.extensions.servers.training.own_steps import OwnSteps
 from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.definition import JobDefinition
 from rankless.parallel.mesh import Mesh
+
+DENSE = 1
+"""The number of the dense stage."""
+COUNT = 2
+
+
+def find_dense_stages(
+    program: LogicalProgram,
+    dense: Collection[str],
+    names: Mapping[str, str],
+    owners: Mapping[str, int],
+    *,
+    where: str,
+) -> Stages:
+    """Return the two stages of a program; see Note [dense stages].
+
+    Args:
+        program: The program.
+        dense: The paths of the modules that begin the dense part, such as "model.layers".
+        names: For each name of a parameter its first name, which differs if it is tied.
+        owners: The stages of parameters that have one already.
+        where: The line of the job, for errors.
+
+    Raises:
+        CaptureError: A lookup depends on the dense part.
+        ConfigError: The program trains, and no module is marked.
+    """
+    if not dense and any(described.kind == "gradient" for _, described in program.outputs):
+        raise ConfigError(
+            expected="a dense part in each job that trains, because the run has heterogeneous workers",
+            found="no module that is marked as dense",
+            fix="mark the layers after all lookups: rankless.parameter_server.mark_dense(model.layers)",
+            where=where,
+        )
+    of: dict[fx.Node, int] = {}
+    for node in list_forward(program):
+        if node.target is getitem:
+            of[node] = of[node.all_input_nodes[0]]
+            continue
+        is_marked = any(path in dense for path in list_prefixes(node))
+        follows = any(of.get(value) == DENSE for value in node.all_input_nodes)
+        of[node] = DENSE if is_marked or follows else 0
+        if of[node] == DENSE and is_lookup(node.target):
+            raise CaptureError(
+                expected="lookups in tables before the dense part, which heterogeneous workers compute",
+                found="a lookup in it, or one whose ids follow from it",
+                fix="mark only the layers after all lookups with rankless.parameter_server.mark_dense",
+                where=node.meta.get("line") or where,
+            )
+    assign_backward(program, of, find_free(program), COUNT)
+    borders = (next(iter(dense), ""),)
+    return Stages(count=COUNT, of=of, owners=find_owners(program, of, COUNT, names) | dict(owners), borders=borders)
 
 
 def make_joint_participant(
     events: JointEvents, config: WorkerConfig | None, workers: Mesh | None
 ) -> "TableParticipant":
     """Return what takes part in jobs for tables and servers. See `rankless.context.joint_events.JointEvents`."""
-    content = None if config is None else config.roles.get(NAME)
-    servers = None if content is None else msgspec.convert(content, ServersConfig)
-    return TableParticipant(events, servers, workers)
+    return TableParticipant(events, None if config is None else find_served(config.roles), workers)
 
 
 class TableParticipant(JointParticipant):

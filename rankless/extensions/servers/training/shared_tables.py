@@ -10,9 +10,9 @@ from rankless.context.world import World
 from rankless.extensions.servers.config import ServersConfig
 
 if TYPE_CHECKING:
-    from rankless.extensions.servers.worker_tables import WorkerTables
+    from rankless.extensions.servers.training.worker_tables import WorkerTables
 
-WORKER_TABLES = "rankless.extensions.servers.worker_tables"
+WORKER_TABLES = "rankless.extensions.servers.training.worker_tables"
 """It is imported if workers share tables: only they need numba, and the messages to servers."""
 
 

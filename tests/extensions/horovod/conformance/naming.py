@@ -14,7 +14,7 @@ from raised import raised
 from torch import nn
 
 from rankless.collectives.backends.shared_group import NO_MEMORY
-from rankless.extensions.horovod.engine.backends import opening
+from rankless.extensions.horovod.engine import backends
 
 
 class Trace:
@@ -228,7 +228,7 @@ def check_a_timeline_is_a_chrome_trace():
 
 def use_gloo():
     """Make the world's next operations as on ranks that share no memory."""
-    with mock.patch.object(opening, "open_shared_group", return_value=NO_MEMORY):
+    with mock.patch.object(backends, "open_shared_group", return_value=NO_MEMORY):
         hvd.allreduce(torch.ones(50_000))
 
 

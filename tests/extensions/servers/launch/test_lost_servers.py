@@ -5,9 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses
-from rankless.extensions.servers.config import ServersConfig
-from rankless.extensions.servers.launch.lost_servers import LostServers
-from rankless.extensions.servers.lost_memory import is_server_lost
+from rankless.extensions.servers.config import ServersConfig, is_server_lost
+from rankless.extensions.servers.launch.role import LostServers
 from rankless.launch.peers import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost

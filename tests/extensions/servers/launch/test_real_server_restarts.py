@@ -13,7 +13,7 @@ from support.jobs import wait_until
 
 from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
-from rankless.extensions.servers.launch.server_launches import ServerLaunch
+from rankless.extensions.servers.launch.server_process import ServerLaunch
 from rankless.launch.signals import Interrupts
 from rankless.records.events import ProcessExited, ProcessRestarted
 

@@ -20,7 +20,7 @@ from support.jobs import kill_job, read_process_ids, start_rankless, wait_until
 from rankless.errors import ServerError
 from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
-from rankless.extensions.servers.launch.server_launches import ServerLaunch
+from rankless.extensions.servers.launch.server_process import ServerLaunch
 from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import find_lost_process

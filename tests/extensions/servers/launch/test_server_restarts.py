@@ -13,7 +13,7 @@ from support.servers import ASK, DURABLE, SERVER, install_server
 from rankless.extensions.servers.config import ServerConfig
 from rankless.extensions.servers.launch import server_process
 from rankless.extensions.servers.launch.processes import ServerProcesses
-from rankless.extensions.servers.launch.server_launches import ServerLaunch
+from rankless.extensions.servers.launch.server_process import ServerLaunch
 from rankless.launch.signals import Interrupts
 from rankless.records.events import NO_RANK, ProcessExited, ProcessRestarted
 

@@ -8,11 +8,11 @@ from served_training import OPTIMIZERS
 from server_processes import RestartedServer, servers_of_run
 
 from rankless.errors import ServerError
-from rankless.extensions.servers.divided_pushes import DividedStore, PushDivision
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.tables.row_gradients import RowGradients
 from rankless.extensions.servers.tables.settings import TableSettings
 from rankless.extensions.servers.tables.table import Table
+from rankless.extensions.servers.training.divided_pushes import DividedStore, PushDivision
 
 SETTINGS = TableSettings(dim=2, dtype="float64")
 MOMENTUM = OPTIMIZERS["momentum"]

@@ -8,10 +8,10 @@ from server_processes import servers_of_run
 from torch import nn
 
 from rankless.errors import TableError
-from rankless.extensions.servers.geo_exchange import GeoExchange
 from rankless.extensions.servers.tables.optimizers import OptimizerSettings, SgdSettings
 from rankless.extensions.servers.tables.settings import ByCount, TableSettings
 from rankless.extensions.servers.tables.table import Table
+from rankless.extensions.servers.training.geo_training import GeoExchange
 
 
 class DenseWorker:

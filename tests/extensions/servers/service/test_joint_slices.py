@@ -180,7 +180,7 @@ def test_pushes_without_an_end_are_not_made(tmp_path):
 
 
 def test_a_slice_that_is_too_large_is_an_error_before_anything_is_sent(tmp_path, monkeypatch, messages):
-    monkeypatch.setattr("rankless.extensions.servers.service.table_slices.MOST_MESSAGE_BYTES", 1000)
+    monkeypatch.setattr("rankless.extensions.servers.service.worker_transaction.MOST_MESSAGE_BYTES", 1000)
     with servers_of_run(tmp_path, 1, 1) as run:
         client = run.client(0)
         training = TablesOfWorkers([client])

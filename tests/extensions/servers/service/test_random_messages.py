@@ -10,7 +10,7 @@ from raw_worker import RawWorker
 from served_training import OPTIMIZERS, assert_equal_contents, draw_slice, push_sum
 from server_processes import servers_of_run
 
-from rankless.extensions.servers.service.wire.joint_slices import SliceMessage
+from rankless.extensions.servers.service.wire.joint_messages import SliceMessage
 from rankless.extensions.servers.service.wire.messages import Kind, MessageHeader, make_message
 from rankless.extensions.servers.service.wire.setting_formats import encode_optimizer, encode_table_settings
 from rankless.extensions.servers.tables.settings import TableSettings

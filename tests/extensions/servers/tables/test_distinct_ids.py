@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankless.extensions.servers.tables.distinct_ids import find_distinct, sum_rows
+from rankless.extensions.servers.tables.id_map import find_distinct, sum_rows
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 100, 5000])

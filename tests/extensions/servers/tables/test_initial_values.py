@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rankless.compiler.ir.philox import philox as philox_in_torch
-from rankless.extensions.servers.tables.initial_values import philox
+from rankless.extensions.servers.tables.rows import philox
 from rankless.extensions.servers.tables.settings import Constant, Normal, TableSettings, Uniform
 from rankless.extensions.servers.tables.table import Table
 

@@ -9,17 +9,88 @@ Note [lost workers]: the workers that are left say which ones are lost, and the 
 a lost worker takes part with what it has sent, later it does not. Each worker says it in the order of its own requests,
 and what it has sent for later transactions is dropped then. A later round may say that fewer transactions count, if a
 worker that knew more was lost meanwhile. None of them is committed, because the others have not made their part.
+
+Note [prepared slices]: a worker that dies after others have stepped would take its part of the step with it. So all
+workers send their gradients before any of them steps. The push that follows has the optimizer's settings, and one
+factor by which the script has scaled the gradients. A server makes the push of a lost worker from its prepared slice
+and the push of another worker: they differ in nothing else.
+
+Note [parts of lost workers]: the gradient of an embedding's weight is whole on all workers, and the script may have
+changed it in any way. So nothing is prepared: each worker pushes another part of its rows. The others can make the part
+of a lost worker from what they have, and send it. Each worker does so before it tells a server that the other one is
+lost, or before it completes that transaction. So a server that makes the step has the part. All workers send the same,
+and a server takes the first. None of them is needed if the lost worker has completed the transaction itself.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from rankless.errors import TableError
-from rankless.extensions.servers.service.steps.prepared_slices import PreparedSlices
 from rankless.extensions.servers.service.steps.worker_changes import LostWorkerChange, WorkerChange
 from rankless.extensions.servers.service.wire.messages import MessageRefusedError
-from rankless.extensions.servers.tables.row_gradients import RowGradients, count_bytes
+from rankless.extensions.servers.tables.row_gradients import RowGradients, count_bytes, multiply_gradients
+
+
+class PreparedSlices:
+    """The slices of each worker for transactions that are not committed; see Note [prepared slices]."""
+
+    def __init__(self) -> None:
+        self._slices: defaultdict[int, dict[tuple[int, int], RowGradients]] = defaultdict(dict)
+        """By transaction, then by worker and table."""
+        self._of_lost: defaultdict[int, dict[tuple[int, int], RowGradients]] = defaultdict(dict)
+        """What others have sent for lost workers: by transaction, then by worker and the number of the change."""
+
+    def add(self, worker: int, transaction: int, table: int, gradients: RowGradients) -> None:
+        """Keep a slice, instead of an earlier one whose step the worker has not made."""
+        self._slices[transaction][worker, table] = gradients
+
+    def add_for_lost(self, transaction: int, change: LostWorkerChange) -> None:
+        """Keep what a lost worker would have pushed, unless another worker has said it already."""
+        self._of_lost[transaction].setdefault((change.worker, change.number), change.gradients)
+
+    def take_scaled(self, worker: int, transaction: int, table: int, factor: float) -> RowGradients | None:
+        """Return a worker's slice, with its gradients times a factor. None: it has sent none."""
+        found = self._slices.get(transaction, {}).get((worker, table))
+        return None if found is None else multiply_gradients(found, factor)
+
+    def complete(self, worker: int, transaction: int, changes: Sequence[WorkerChange]) -> list[WorkerChange]:
+        """Return the changes of a lost worker, from those of another worker and from its slices.
+
+        Raises TableError if this process has not all of them.
+        """
+        completed = []
+        for number, change in enumerate(changes):
+            gradients = change.gradient_slice
+            if gradients is not None and change.factor is not None:
+                gradients = self.take_scaled(worker, transaction, change.table, change.factor)
+            elif gradients is not None:
+                gradients = self._of_lost.get(transaction, {}).get((worker, number))
+            if change.gradient_slice is not None and gradients is None:
+                raise TableError(
+                    expected=f"the gradients of worker {worker} for transaction {transaction}",
+                    found="that it was lost before they arrived, or together with an earlier process of this server",
+                    fix="start the run again from a checkpoint",
+                )
+            completed.append(change._replace(gradient_slice=gradients))
+        return completed
+
+    def forget(self, transaction: int) -> None:
+        """Forget the slices of a transaction, which is committed."""
+        self._slices.pop(transaction, None)
+        for earlier in [each for each in self._of_lost if each <= transaction]:
+            del self._of_lost[earlier]
+
+    def forget_after(self, worker: int, transaction: int) -> None:
+        """Forget a worker's slices for later transactions: it will make them again."""
+        for slices_by_transaction in (self._slices, self._of_lost):
+            for later in [each for each in slices_by_transaction if each > transaction]:
+                slices = slices_by_transaction[later]
+                for key in [key for key in slices if key[0] == worker]:
+                    del slices[key]
+                if not slices:
+                    del slices_by_transaction[later]
+
 
 MOST_AHEAD = 8
 """How many transactions a worker may be ahead of the last one that is committed."""
@@ -80,7 +151,7 @@ class PendingTransactions(Protocol):
         ...
 
     def add_for_lost(self, worker: int, transaction: int, change: LostWorkerChange) -> None:
-        """Keep what a lost worker would have pushed; see Note [parts of lost workers] in `prepared_slices`.
+        """Keep what a lost worker would have pushed; see Note [parts of lost workers].
 
         Args:
             worker: The worker that sends it.

@@ -1,6 +1,7 @@
 """The messages between workers and servers: a header of fixed size, then payload frames, which are JSON or raw arrays.
 
 Numbers are little-endian. A message never holds code: whoever sends one can at most be refused.
+Errors of a server, and what workers say of others that are lost, are JSON in the first frame.
 """
 
 import struct
@@ -11,6 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+
+from rankless.errors import RanklessError, ServerError, TableError
+from rankless.records.encoding import encode_json
 
 MAGIC = b"RKPS"
 VERSION = 1
@@ -33,7 +37,7 @@ FOR_TRAINING = 1
 """The flag of a pull whose rows are for a training step: the worker must not be too far ahead of the others."""
 
 PREPARED = 2
-"""The flag of a push whose gradients the worker has prepared; see Note [prepared slices] in `prepared_slices`."""
+"""The flag of a push whose gradients the worker has prepared; see Note [prepared slices] in `transactions`."""
 
 Frame = Any
 """Bytes, a memoryview, or an array in C's order."""
@@ -74,7 +78,7 @@ class Kind(IntEnum):
     WELCOME = 66
     DONE = 67
     FAILED = 68
-    """The request was understood, and cannot be done. The payload is an error, as `error_messages` has it."""
+    """The request was understood, and cannot be done. The payload is an error, as `encode_error` makes it."""
     EXPECTED = 69
     """The request has a later number than the next one, which `sequence` names."""
     REFUSED = 70
@@ -178,3 +182,50 @@ def array_of(frame: memoryview, dtype: DTypeLike, shape: tuple[int, ...]) -> NDA
     array = np.frombuffer(frame, dtype).reshape(shape)
     # Functions would be compiled once more for arrays that are not aligned, or cannot be written.
     return array if array.flags.aligned and array.flags.writeable else array.copy()
+
+
+class LostWorkersMessage(msgspec.Struct, frozen=True):
+    """What a worker says of others that are lost. `round` is the number of the round of those that are left."""
+
+    lost: list[int]
+    round: int
+
+
+class LostChangeMessage(msgspec.Struct, frozen=True):
+    """Whose change a worker sends for a lost one, and its number among those in the transaction."""
+
+    worker: int
+    number: int
+
+
+class CarriedError(msgspec.Struct, frozen=True, kw_only=True):
+    """An error on its way to a worker."""
+
+    about_table: bool
+    expected: str
+    found: str
+    fix: str
+
+
+def encode_error(error: RanklessError) -> bytes:
+    """Return an error as JSON."""
+    carried = CarriedError(
+        about_table=isinstance(error, TableError),
+        expected=str(error.expected),
+        found=str(error.found),
+        fix=error.fix,
+    )
+    return encode_json(carried)
+
+
+def decode_error(payload: memoryview, server: str) -> RanklessError:
+    """Return the error that the server of this name has sent. What happened on the server is in its text."""
+    try:
+        carried = decode_json(payload, CarriedError)
+    except MessageRefusedError as error:
+        return ServerError(
+            expected=f"an answer of {server}", found=str(error), fix="use one version of Rankless everywhere"
+        )
+    kind = TableError if carried.about_table else ServerError
+    found = carried.found if carried.about_table else f"{carried.found} ({server})"
+    return kind(expected=carried.expected, found=found, fix=carried.fix)

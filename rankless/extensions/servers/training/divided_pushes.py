@@ -5,7 +5,7 @@ once. Those that have begun a step together make it together: if one of them is 
 have pushed, because a server may have made the parts of those that were faster. After the last transaction that counts
 the workers that are left divide the rows among themselves. A worker that has completed its part keeps the gradients
 until all servers have made the step, because another worker may be lost that has not completed its own. See Note [parts
-of lost workers] in `servers.steps.prepared_slices`.
+of lost workers] in `service.steps.transactions`.
 """
 
 from collections.abc import Collection

@@ -8,14 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.context.world import StartedWorkers
-from rankless.extensions.servers.config import ServersConfig
-from rankless.extensions.servers.divided_pushes import PushDivision
-from rankless.extensions.servers.geo_exchange import GeoExchange
-from rankless.extensions.servers.geo_table import GeoTable
-from rankless.extensions.servers.lost_memory import is_server_lost
-from rankless.extensions.servers.own_steps import OwnSteps, StepsOnServers
-from rankless.extensions.servers.replicated_table import Gather, ReplicatedTable
-from rankless.extensions.servers.served_weights import ServedWeights
+from rankless.extensions.servers.config import ServersConfig, is_server_lost
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.served_table import ServedTable
 from rankless.extensions.servers.service.server_connection import (
@@ -27,6 +20,11 @@ from rankless.extensions.servers.table_operators import request_rows
 from rankless.extensions.servers.table_training import find_trainings
 from rankless.extensions.servers.tables.row_store import RowStore
 from rankless.extensions.servers.tables.table import Table
+from rankless.extensions.servers.training.divided_pushes import PushDivision
+from rankless.extensions.servers.training.geo_training import GeoExchange, GeoTable
+from rankless.extensions.servers.training.own_steps import OwnSteps, StepsOnServers
+from rankless.extensions.servers.training.replicated_table import Gather, ReplicatedTable
+from rankless.extensions.servers.training.served_weights import ServedWeights
 
 RECONNECT_SECONDS = 60.0
 """How long a worker waits for a server that has ended. The agent starts it again, or ends the run."""

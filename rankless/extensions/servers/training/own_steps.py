@@ -1,10 +1,11 @@
-"""Dense parameters that servers hold and step, for workers that train on batches of their own."""
+"""The steps of a worker that trains on batches of its own, with dense parameters that servers hold and step."""
 
 import contextlib
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,19 +14,20 @@ from torch.optim import Optimizer
 
 from rankless.errors import TableError
 from rankless.extensions.servers.optimizer_steps import require_known, settings_of
-from rankless.extensions.servers.parameter_rows import Floats, ParameterRows, pull_rows
-from rankless.extensions.servers.parameter_states import (
+from rankless.extensions.servers.service.client import ServerClient
+from rankless.extensions.servers.service.served_table import ServedTable, TablePush, push_together
+from rankless.extensions.servers.service.table_pulls import EarlyServedPull
+from rankless.extensions.servers.tables.id_map import find_distinct, sum_rows
+from rankless.extensions.servers.tables.row_store import RowStore
+from rankless.extensions.servers.training.parameter_rows import Floats, ParameterRows, pull_rows
+from rankless.extensions.servers.training.parameter_states import (
     dense_settings_of,
     list_state_versions,
     read_states,
     require_known_for_parameters,
     write_states,
 )
-from rankless.extensions.servers.replicated_table import Gather
-from rankless.extensions.servers.service.client import ServerClient
-from rankless.extensions.servers.service.served_table import TablePush, push_together
-from rankless.extensions.servers.service.table_pulls import EarlyServedPull
-from rankless.extensions.servers.tables.distinct_ids import find_distinct, sum_rows
+from rankless.extensions.servers.training.replicated_table import Gather
 
 
 class ServedParameter:
@@ -269,3 +271,102 @@ def _change_error(found: str) -> TableError:
         fix="change them before the first step, after a pass over a loader, or by rankless.load; or use --server-mode "
         "sync. In the other modes a worker does not have the others' latest steps in between",
     )
+
+
+class SharedParameters(Protocol):
+    """The dense parameters that servers hold, where workers train on batches of their own."""
+
+    def share(
+        self,
+        optimizers: Iterable[Optimizer],
+        table_weights: Iterable[Tensor],
+        sparse_weights: Iterable[Tensor],
+        *,
+        is_current: bool,
+        compares: bool,
+    ) -> None:
+        """Give the servers parameters that they do not have, or that the script has changed. Collective.
+
+        Args:
+            optimizers: Those of a job.
+            table_weights: Parameters that stand for tables.
+            sparse_weights: Weights of embeddings with sparse gradients.
+            is_current: Whether this worker has the values of the servers. If not, the script may change nothing.
+            compares: Whether to look for changes in the elements, too.
+        """
+        ...
+
+    def pull(self, parameters: Iterable[Tensor]) -> None:
+        """Take the servers' values of parameters."""
+        ...
+
+    def pull_states(self) -> None:
+        """Take the servers' values and optimizer states of all parameters."""
+        ...
+
+    def find_changed(self, parameters: Iterable[Tensor]) -> Tensor | None:
+        """Return the first parameter that has been changed since its values were read."""
+        ...
+
+    def step_on_servers(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Within the context, a step of the optimizer is made by the servers."""
+        ...
+
+
+class OwnSteps(Protocol):
+    """The steps of a worker that trains on batches of its own. `geo_training` has another kind than this module."""
+
+    @property
+    def parameters(self) -> SharedParameters:
+        """The dense parameters."""
+        ...
+
+    def begin_step(self) -> None:
+        """Begin a training step of this worker."""
+        ...
+
+    def send(self) -> None:
+        """Send to the servers what this worker has trained."""
+        ...
+
+    def read_all(self) -> None:
+        """Take the servers' values of everything."""
+        ...
+
+    def add_table(self, served: ServedTable) -> RowStore:
+        """Return the rows of a table on the servers, as this worker trains them."""
+        ...
+
+    def end_step(self) -> None:
+        """End a step of this worker."""
+        ...
+
+
+class StepsOnServers:
+    """The modes `async` and `bounded`: servers make each step when its gradients arrive."""
+
+    def __init__(self, client: ServerClient, gather: Gather, *, is_first: bool) -> None:
+        self.parameters = ServedParameters(client, gather, is_first=is_first)
+        self._client = client
+
+    def add_table(self, served: ServedTable) -> ServedTable:
+        """Return the table: a worker has no rows of its own."""
+        return served
+
+    def begin_step(self) -> None:
+        """Begin a training step of this worker."""
+        self._client.begin_step()
+
+    def end_step(self) -> None:
+        """End it: what this worker has pushed is one transaction. Parameters for the next one come meanwhile."""
+        self._client.commit()
+        self.parameters.request_early()
+
+    def send(self) -> None:
+        """Wait until the servers have made all steps of this worker, which have been sent."""
+        self.parameters.forget_early()  # all workers are about to read the same values
+        self._client.wait_until_committed()
+
+    def read_all(self) -> None:
+        """Take the servers' values and optimizer states of all parameters."""
+        self.parameters.pull_states()

@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 
 from rankless.compiler.ir.looked_up_parameter import LookedUpParameter, WatchedValue, digest, make_looked_up
 from rankless.errors import TableError
-from rankless.extensions.servers.divided_pushes import DividedStore, PushDivision
-from rankless.extensions.servers.parameter_rows import ParameterRows
-from rankless.extensions.servers.parameter_states import ParameterStates, list_state_keys, read_states
-from rankless.extensions.servers.replicated_table import Gather
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.table_training import TableTraining
-from rankless.extensions.servers.tables.distinct_ids import find_distinct, sum_rows
+from rankless.extensions.servers.tables.id_map import find_distinct, sum_rows
 from rankless.extensions.servers.tables.row_gradients import RowGradients
+from rankless.extensions.servers.training.divided_pushes import DividedStore, PushDivision
+from rankless.extensions.servers.training.parameter_rows import ParameterRows
+from rankless.extensions.servers.training.parameter_states import ParameterStates, list_state_keys, read_states
+from rankless.extensions.servers.training.replicated_table import Gather
 from rankless.ownership.unread_tensor import UnreadTensor
 
 

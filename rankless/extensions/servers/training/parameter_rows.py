@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rankless.errors import TableError
-from rankless.extensions.servers.parameter_states import ParameterStates
 from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.served_table import TablePush
 from rankless.extensions.servers.service.table_pulls import pull_together
 from rankless.extensions.servers.tables.contents import TableContents
 from rankless.extensions.servers.tables.optimizers import OptimizerSettings
 from rankless.extensions.servers.tables.settings import Constant, TableSettings
+from rankless.extensions.servers.training.parameter_states import ParameterStates
 
 ROW_ELEMENTS = 256
 _DTYPES = {torch.float32: "float32", torch.float64: "float64"}
