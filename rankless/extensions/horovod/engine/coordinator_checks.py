@@ -6,10 +6,10 @@ check: they are part of the key.
 
 from collections.abc import Mapping, Sequence
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.errors import CollectiveError
 from rankless.extensions.horovod.engine.coordinator_table import SubmittedOperation
 from rankless.extensions.horovod.engine.messages import RequestMetadata
+from rankless.records.quantities import format_ranks
 
 
 def find_mismatch(key: str, requests: Mapping[int, RequestMetadata], joined: Sequence[int]) -> str:

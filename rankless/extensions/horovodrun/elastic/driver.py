@@ -25,7 +25,6 @@ from rankless.launch.supervisor.supervisor import (
     STOP_GRACE_SECONDS,
     choose_stop_times,
 )
-from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import RoundStarted, WorkerMessage, WorkerReady
@@ -39,6 +38,7 @@ from rankless.records.events import (
     RankStatus,
     ScriptFinished,
 )
+from rankless.records.quantities import format_count
 
 PROGRESS_SECONDS = 5.0
 """How often the driver reports what a round waits for."""

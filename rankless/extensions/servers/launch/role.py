@@ -24,10 +24,11 @@ from rankless.extensions.servers.launch.server_hosts import describe_servers, fi
 from rankless.extensions.servers.launch.server_launches import make_server_launches
 from rankless.launch.rendezvous.host_facts import RoleFacts
 from rankless.launch.rendezvous.job_token import derive_role_token
-from rankless.launch.roles import JoinedHosts, ProcessRole, ProcessRow, RoleHost, WorkerContent
+from rankless.launch.roles import JoinedHosts, ProcessRole, RoleHost, WorkerContent
 from rankless.launch.signals import Interrupts
 from rankless.records.connection_attempts import UsedPort
 from rankless.records.events import AnyRecord
+from rankless.records.live_run import ProcessRow
 
 
 def make_role(config: RunConfig) -> "ServersRole":
