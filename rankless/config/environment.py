@@ -68,6 +68,8 @@ _READ_AT_IMPORT = (
     "ATEN_",
     "TORCHINDUCTOR_",
 )
+_SET_BY_COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK")
+"""Torch's compiler, which a worker imports when it first compiles, sets these two itself."""
 # Exceptions: the worker applies these again, or torch reads them when it needs them.
 _READ_LATER = (
     "TORCH_DISTRIBUTED_DEBUG",
@@ -76,9 +78,7 @@ _READ_LATER = (
     "TORCH_NCCL_",
     "TORCH_FR_",
     "TORCH_GLOO_",
-    # Torch's compiler, which a worker imports when it first compiles, sets these two itself.
-    "TORCHINDUCTOR_CACHE_DIR",
-    "KMP_DUPLICATE_LIB_OK",
+    *_SET_BY_COMPILER,
 )
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
