@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -188,9 +187,7 @@ class HostProbes:
     def __enter__(self) -> "HostProbes":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         _run_concurrently(self._all, lambda _, probe: probe.close())
 
     def wait_until_ready(self) -> dict[int, CheckResult]:

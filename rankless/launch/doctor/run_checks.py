@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from rankless.config.environment import carried_variables
 from rankless.config.extensions import DoctorCheck, list_extensions
@@ -120,7 +119,8 @@ class _Diagnosis:
         with StartupTest(is_enabled=self._own_index is not None and not self._config.quick) as startup_test:
             self._connect()
             if not self._config.quick and len(self._hosts) > 1:
-                start_collective_processes(self._probes)
+                # A process on every host imports torch while other checks run.
+                self._probes.request({index: StartCollectiveProcess() for index in self._probes.ready})
             report_progress("checking each host")
             self._check_hosts()
             if not self._config.quick:
@@ -313,9 +313,7 @@ class StartupTest:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()  # its agent ends the workers
             self._process.wait()
@@ -351,11 +349,6 @@ def _start_failure(text: str) -> CheckResult:
 JOIN_TIMEOUT_SECONDS = 10.0
 IMPORT_TIMEOUT_SECONDS = 30.0
 _COLLECTIVE_CHECK = "all_reduce"
-
-
-def start_collective_processes(probes: HostProbes) -> None:
-    """Let a process on every host import torch while other checks run."""
-    probes.request({index: StartCollectiveProcess() for index in probes.ready})
 
 
 def run_collective_test(
