@@ -80,6 +80,19 @@ def _relative_name(file: str, script: str) -> str:
     return file.removeprefix(max(filter(file.startswith, beginnings), key=len, default=""))
 
 
+def shorten_path(path: str, folder: str = "") -> str:
+    """Return a path relative to the script's folder, or to the working directory, if it lies below one of them.
+
+    Stacks of ranks are compared, and hosts may keep the same script in different folders.
+    """
+    if folder and path.startswith(folder + os.sep):
+        return path.removeprefix(folder + os.sep)
+    if not os.path.isabs(path):
+        return path
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
 def user_line(frame: FrameType | None) -> str:
     """Return the innermost line of user code from `frame` outwards, as "model.py:12", or "" if there is none."""
     while frame is not None and not is_user_code(frame.f_code.co_filename):

@@ -14,7 +14,7 @@ from torch import Tensor
 import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
-from rankless.context.model_change_detector import ModelChangeDetector
+from rankless.context.changes_outside_jobs import ModelChangeDetector
 from rankless.context.operations import Operations
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh

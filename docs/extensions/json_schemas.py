@@ -14,7 +14,8 @@ import msgspec
 from sphinx.pycode import ModuleAnalyzer
 
 from rankless import cli
-from rankless.cli.json_output import JsonHeader, make_json_schema
+from rankless.cli.json_output import JsonHeader
+from rankless.records import encoding
 
 FOLDER = Path(__file__).parents[1] / "reference" / "schemas"
 
@@ -26,6 +27,23 @@ def make_schemas() -> dict[str, dict[str, Any]]:
         name: add_descriptions(make_json_schema(name, command.JSON_CONTENT), command.JSON_CONTENT)
         for name, command in commands.items()
         if hasattr(command, "JSON_CONTENT")
+    }
+
+
+def make_json_schema(command: str, content: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the JSON Schema of a command's result, whose own fields are those of `content`."""
+    _, definitions = msgspec.json.schema_components([JsonHeader, content], ref_template="#/$defs/{name}")
+    header, fields = definitions.pop("JsonHeader"), definitions.pop(content.__name__)
+    if f'"#/$defs/{content.__name__}"' in encoding.encode_json([fields, definitions]).decode():
+        definitions[content.__name__] = fields  # a result may contain results of its own kind
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": f"rankless {command} --json",
+        "description": fields.get("description", ""),
+        "type": "object",
+        "properties": header["properties"] | {"command": {"const": command}} | fields["properties"],
+        "required": [*header["properties"], *fields.get("required", ())],
+        "$defs": definitions,
     }
 
 

@@ -10,7 +10,7 @@ from rich.status import Status
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.config.environment import default_log_folder
 from rankless.config.extensions import list_own
-from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile
+from rankless.config.hosts import DEFAULT_PORT, Host, parse_hosts, read_hostfile, require_port
 from rankless.errors import ConfigError
 from rankless.launch.doctor.run_checks import DoctorConfig, DoctorFindings, run_diagnosis
 from rankless.terminal.doctor_table import DoctorReport, make_doctor_report, render_doctor_report
@@ -63,18 +63,21 @@ def _list_started() -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print their results, and return 1 if a job would fail."""
     destination = read_json_destination(arguments)
+    require_port(arguments.port)
     config = DoctorConfig(
         hosts=_read_hosts(arguments),
         workers=arguments.workers or 1,
-        port=_check_port(arguments.port),
+        port=arguments.port,
         log_folder=arguments.log_dir,
         without_ssh=arguments.no_ssh,
         quick=arguments.quick,
     )
     try:
-        report = _make_report(config, run_with_status(config))
+        findings = run_with_status(config)
     except KeyboardInterrupt:
         return INTERRUPTED
+    places = [host.address for host in config.hosts] or ["this host"]
+    report = make_doctor_report(findings.results, places=places, not_looked_at=findings.skipped_checks)
     if not destination.is_standard_output:
         render_doctor_report(report, sys.stdout)
     destination.write(make_json_header(NAME), report)
@@ -103,14 +106,3 @@ def _read_hosts(arguments: argparse.Namespace) -> tuple[Host, ...]:
     if arguments.hostfile is not None:
         return read_hostfile(arguments.hostfile, workers_per_host=arguments.workers)
     return ()
-
-
-def _check_port(port: int) -> int:
-    if not 0 < port < 65536:
-        raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
-    return port
-
-
-def _make_report(config: DoctorConfig, findings: DoctorFindings) -> DoctorReport:
-    places = [host.address for host in config.hosts] or ["this host"]
-    return make_doctor_report(findings.results, places=places, not_looked_at=findings.skipped_checks)

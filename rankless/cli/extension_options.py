@@ -7,6 +7,8 @@ from typing import Any
 
 from rankless.config.extensions import Extension, list_installed, list_own
 
+_PREFIX = "option of "
+"""Begins the names under which the values are parsed, so that no option of a command has one of them."""
 _TYPES: Mapping[str, Callable[[str], Any]] = {"text": str, "int": int, "float": float}
 
 
@@ -31,7 +33,7 @@ def _add_options(parser: argparse.ArgumentParser, extensions: Iterable[Extension
             if f"--{name}" in parser._option_string_actions:
                 print(f"rankless: the extension {extension.name} has no --{name}: it exists already", file=sys.stderr)
                 continue
-            dest = _destination(extension.name, name)
+            dest = f"{_PREFIX}{extension.name}: {name}"
             if option.type == "flag":
                 group.add_argument(f"--{name}", dest=dest, action="store_true", default=None, help=option.help)
             else:
@@ -48,10 +50,3 @@ def find_given_options(arguments: argparse.Namespace) -> dict[str, dict[str, Any
             extension, _, name = dest.removeprefix(_PREFIX).partition(": ")
             found.setdefault(extension, {})[name] = value
     return found
-
-
-_PREFIX = "option of "
-
-
-def _destination(extension: str, name: str) -> str:
-    return f"{_PREFIX}{extension}: {name}"

@@ -13,6 +13,7 @@ from rankless.config.hosts import (
     own_host_index,
     parse_hosts,
     read_hostfile,
+    require_port,
 )
 from rankless.config.run_config import Cluster
 from rankless.config.run_options import GivenOptions, NamedWorkers, find_named_workers
@@ -95,7 +96,10 @@ def make_cluster(
     }
     if not _has_one_method(arguments, [name for name, is_used in methods.items() if is_used]):
         return None
-    _require_number("--join-timeout", arguments.join_timeout)
+    if not 0 < arguments.join_timeout < 1e6:
+        raise ConfigError(
+            expected="--join-timeout as a number of seconds above 0", found=arguments.join_timeout, fix="choose another"
+        )
     port = DEFAULT_PORT if arguments.port is None else arguments.port
     if given:
         return _make_numbered_cluster(arguments, ranked, port, heterogeneous)
@@ -164,8 +168,7 @@ def _make_numbered_cluster(
 def _build_cluster(
     arguments: argparse.Namespace, hosts: tuple[Host, ...], place: int, port: int, *, is_listed: bool, without_ssh: bool
 ) -> Cluster:
-    if not 0 < port < 65536:
-        raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
+    require_port(port)
     return Cluster(
         hosts=hosts,
         host_index=place,
@@ -177,8 +180,3 @@ def _build_cluster(
         copies=arguments.copy,
         variables=chosen_variables(arguments.env, environment.snapshot()),
     )
-
-
-def _require_number(name: str, value: float) -> None:
-    if not 0 < value < 1e6:
-        raise ConfigError(expected=f"{name} as a number of seconds above 0", found=value, fix="choose another")

@@ -136,23 +136,6 @@ def encode_json_line(header: JsonHeader, content: msgspec.Struct) -> bytes:
     return encoding.encode_json(fields | own) + b"\n"
 
 
-def make_json_schema(command: str, content: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the JSON Schema of a command's result, whose own fields are those of `content`."""
-    _, definitions = msgspec.json.schema_components([JsonHeader, content], ref_template="#/$defs/{name}")
-    header, fields = definitions.pop("JsonHeader"), definitions.pop(content.__name__)
-    if f'"#/$defs/{content.__name__}"' in encoding.encode_json([fields, definitions]).decode():
-        definitions[content.__name__] = fields  # a result may contain results of its own kind
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"rankless {command} --json",
-        "description": fields.get("description", ""),
-        "type": "object",
-        "properties": header["properties"] | {"command": {"const": command}} | fields["properties"],
-        "required": [*header["properties"], *fields.get("required", ())],
-        "$defs": definitions,
-    }
-
-
 def require_writable_file(option: str, path: str) -> None:
     """Raise `ConfigError` if a command could not write a file that an option names."""
     found = path

@@ -165,7 +165,7 @@ def _make_config(arguments: argparse.Namespace, program: Program, request: RunRe
 
 def _run_script(config: RunConfig, *, show: bool) -> None:
     """Run the script until its first steps are done. Raises `RunFailed`."""
-    program, steps, workers = config.program, config.observation.stop_after_steps, config.worker_count
+    program, steps, workers = config.program, config.request.observation.stop_after_steps, config.worker_count
     print(
         f"rankless plan: {program.target if program.kind != 'code' else '-c …'}, {workers} workers, "
         f"{steps} training step{'s' if steps != 1 else ''}",

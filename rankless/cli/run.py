@@ -214,8 +214,10 @@ def make_slurm_cluster(arguments: argparse.Namespace) -> Cluster | None:
         )
     if workers is None:
         workers = 1 if shares_node else max(1, count_gpus())
-    if shares_node:
-        _show_one_gpu(task.local_rank)
+    visible = environment.user_visible_devices()
+    if shares_node and visible and not environment.has_own_gpu():
+        # All tasks of the node see all its GPUs: this one shall see its own.
+        environment.apply({"CUDA_VISIBLE_DEVICES": visible[task.local_rank % len(visible)]})
     names = [] if shares_node else expand_hosts(variables.get("SLURM_STEP_NODELIST", ""))
     if len(names) != task.world_size:
         names = [f"task {number} of srun" for number in range(task.world_size)]
@@ -229,10 +231,3 @@ def make_slurm_cluster(arguments: argparse.Namespace) -> Cluster | None:
         join_timeout_seconds=arguments.join_timeout,
         copies=arguments.copy,
     )
-
-
-def _show_one_gpu(local_rank: int) -> None:
-    """Let this process see one of the GPUs that all tasks of its node see, unless Slurm gives each task its own."""
-    visible = environment.user_visible_devices()
-    if visible and not environment.has_own_gpu():
-        environment.apply({"CUDA_VISIBLE_DEVICES": visible[local_rank % len(visible)]})

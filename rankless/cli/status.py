@@ -12,8 +12,7 @@ from rankless.config.environment import default_log_folder
 from rankless.errors import ConfigError
 from rankless.launch.status.readings import RunReading, read_run
 from rankless.launch.status.reports import report_gone, report_running
-from rankless.launch.status.run_lookup import FoundRuns, find_named_run
-from rankless.launch.status.running_runs import find_running_runs
+from rankless.launch.status.run_lookup import FoundRuns, find_named_run, find_running_runs
 from rankless.records.live_run import LiveRun
 from rankless.records.run_status import RunStatus
 from rankless.terminal.status_table import format_status

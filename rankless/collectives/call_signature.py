@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.errors import CollectiveError
+from rankless.records.quantities import format_ranks
 
 Shape = tuple[int, ...]
 
@@ -63,11 +64,6 @@ def mismatch(expected: str, entries: Sequence[PostedCall], names: Sequence[int])
         groups.setdefault(f"{entry.call} at {entry.line}", []).append(rank)
     found = "; ".join(f"{format_ranks(ranks)}: {text}" for text, ranks in groups.items())
     return CollectiveError(expected=expected, found=found, fix=FIX)
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Return a text such as "rank 2" or "ranks 0, 1"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def format_shape(shape: Shape | None) -> str:

@@ -8,9 +8,9 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import DescribeDifference
+from rankless.records.quantities import format_ranks
 
 HEADER = struct.Struct("<HH")
 """Bytes of the text, and number of digests after it. Both are part of what ranks compare."""

@@ -104,9 +104,9 @@ def count_most_lost(config: RunConfig, devices: Sequence[Sequence[str]]) -> int:
         devices: For each host, the torch device of each of its workers.
     """
     kinds = next((axis.stage_workers for axis in config.mesh if axis.stage_workers), ())
-    if (config.mesh and not kinds) or config.plan is not None:
+    if (config.mesh and not kinds) or config.request.plan is not None:
         return 0
-    is_observed = config.recording is not None or config.observation != RunObservation()
+    is_observed = config.request.recording is not None or config.request.observation != RunObservation()
     if is_observed or any(device != "cpu" for on_host in devices for device in on_host):
         return 0
     most = sum(map(len, devices)) - max(1, len(kinds))  # one of each kind is left

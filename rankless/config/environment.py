@@ -21,6 +21,7 @@ from rankless.records.encoding import encode_json
 if TYPE_CHECKING:
     from rankless.config.cluster_variables import ClusterWorker
 
+
 WORKER_PLAN = "RANKLESS_WORKER_PLAN"
 LOG_FOLDER = "RANKLESS_LOG_DIR"
 TOKEN_FILE = "RANKLESS_TOKEN_FILE"
@@ -54,6 +55,31 @@ _EACH_WORKERS_OWN = (
     TOKEN_FILE,
     WORKER_PLAN,
 )
+# Torch, or a library that it loads, reads these once, during the import. A change has no effect in a worker that is
+# forked after it.
+_READ_AT_IMPORT = (
+    "TORCH_",
+    "PYTORCH_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OMP_",
+    "OPENBLAS_",
+    "ATEN_",
+    "TORCHINDUCTOR_",
+)
+_SET_BY_COMPILER = ("TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK")
+"""Torch's compiler, which a worker imports when it first compiles, sets these two itself."""
+# Exceptions: the worker applies these again, or torch reads them when it needs them.
+_READ_LATER = (
+    "TORCH_DISTRIBUTED_DEBUG",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "TORCH_NCCL_",
+    "TORCH_FR_",
+    "TORCH_GLOO_",
+    *_SET_BY_COMPILER,
+)
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 
 
@@ -84,7 +110,7 @@ def parent_environment(config: RunConfig) -> dict[str, str]:
     environment = dict(os.environ)
     if config.seed is not None:
         environment.setdefault("PYTHONHASHSEED", str(config.seed % 2**32))
-    if config.warm:
+    if config.request.warm:
         # If the parent had more than one thread, a forked worker would hang in its first parallel region.
         environment.update(dict.fromkeys(_THREAD_VARIABLES, "1"))
     return environment
@@ -238,9 +264,8 @@ def variables_without_prefix(prefix: str) -> dict[str, str]:
 
 def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
     """Return the environment of a process of `rankless.spawn`: torchrun's variables, and its share of the cores."""
-    variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
     threads = str(max(1, (os.cpu_count() or 1) // count))
-    return variables | {
+    return _without_worker_config() | {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(count),
@@ -254,8 +279,11 @@ def spawned_environment(rank: int, count: int, port: int) -> dict[str, str]:
 
 def spawn_server_environment() -> dict[str, str]:
     """Return the environment of the server of `rankless.spawn`, which must have one thread to fork safely."""
-    variables = {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
-    return variables | dict.fromkeys(_THREAD_VARIABLES, "1")
+    return _without_worker_config() | dict.fromkeys(_THREAD_VARIABLES, "1")
+
+
+def _without_worker_config() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != WORKER_PLAN}
 
 
 def replace(variables: Mapping[str, str]) -> None:
@@ -461,3 +489,17 @@ def chosen_variables(given: Sequence[str], here: Mapping[str, str]) -> dict[str,
             )
         chosen[name] = value if has_value else here[name]
     return chosen
+
+
+def changes_too_late(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that differ between two environments although torch read them at its import."""
+    changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    return sorted(name for name in changed if name.startswith(_READ_AT_IMPORT) and not name.startswith(_READ_LATER))
+
+
+def read_at_start(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of an environment's variables that the interpreter and torch read only when they start."""
+    names = (*_READ_AT_IMPORT, "PYTHON", "LD_", "MALLOC_")
+    return {
+        name: value for name, value in variables.items() if name.startswith(names) and not name.startswith(_READ_LATER)
+    }

@@ -34,6 +34,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return self.address
 
+    @property
+    def ssh_target(self) -> str:
+        """What ssh takes for the host, as "user@10.0.0.2"."""
+        return self.address if self.user is None else f"{self.user}@{self.address}"
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """A host and, if it is given, a port."""
@@ -112,17 +117,13 @@ def check_hosts(hosts: Sequence[Host]) -> tuple[Host, ...]:
     addresses = [host.address for host in hosts]
     repeated = sorted({address for address in addresses if addresses.count(address) > 1})
     if repeated:
+        workers = sum(host.workers for host in hosts if host.address == repeated[0])
         raise ConfigError(
             expected="each host once",
             found=f"{repeated[0]} {addresses.count(repeated[0])} times",
-            fix=f"name it once, with the number of its workers: {repeated[0]}:{total_workers(hosts, repeated[0])}",
+            fix=f"name it once, with the number of its workers: {repeated[0]}:{workers}",
         )
     return tuple(hosts)
-
-
-def total_workers(hosts: Sequence[Host], address: str) -> int:
-    """Return the number of workers of all entries of one host."""
-    return sum(host.workers for host in hosts if host.address == address)
 
 
 def own_host_index(hosts: Sequence[Host]) -> int:
@@ -146,6 +147,22 @@ def own_host_index(hosts: Sequence[Host]) -> int:
         found=f"{' and '.join(str(hosts[index]) for index in found)}, which are both this one",
         fix="name each machine once, and not by a name that every host uses for itself, as localhost",
     )
+
+
+def require_port(port: int) -> None:
+    """Raise `ConfigError` unless `--port` is a port."""
+    if not 0 < port < 65536:
+        raise ConfigError(expected="--port from 1 to 65535", found=port, fix="choose another")
+
+
+def address_family(address: str) -> socket.AddressFamily:
+    """Return the family of a numeric address."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen_on(address: str, port: int = 0) -> socket.socket:
+    """Return a socket that listens on a numeric address only, by default at a free port. Raises `OSError`."""
+    return socket.create_server((address, port), family=address_family(address), backlog=1024)
 
 
 def own_addresses() -> frozenset[str]:

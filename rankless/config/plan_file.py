@@ -138,7 +138,9 @@ def find_problem(division: StateDivision, shape: Sequence[int], sizes: Mapping[s
     if not 0 <= division.dim < len(shape):
         return f"dim {division.dim} of the shape {list(shape)}"
     is_owned = len([length for length in lengths if length]) == 1
-    is_possible = {"pipeline": is_owned, "data": is_even_or_owned(lengths)}.get(division.axis, True)
+    is_possible = {"pipeline": is_owned, "data": min(lengths) >= 1 or (min(lengths) == 0 and is_owned)}.get(
+        division.axis, True
+    )
     if division.blocks != 1 and division.axis != "tensor":
         return f"{division.blocks} blocks along the axis {division.axis}"
     if len(lengths) != sizes[division.axis] or not is_possible:
@@ -147,11 +149,6 @@ def find_problem(division: StateDivision, shape: Sequence[int], sizes: Mapping[s
         blocks = f"{division.blocks} times " if division.blocks > 1 else ""
         return f"{blocks}the lengths {list(lengths)} for {shape[division.dim]} rows"
     return None
-
-
-def is_even_or_owned(lengths: Sequence[int]) -> bool:
-    """Return whether each worker has rows, or one has all."""
-    return min(lengths) >= 1 or (min(lengths) == 0 and len([length for length in lengths if length]) == 1)
 
 
 def load_plan(path: str) -> tuple[ParallelPlan, str]:

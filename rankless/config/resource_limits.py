@@ -50,18 +50,18 @@ def describe_little_shared_memory(root: str = "") -> str:
     Args:
         root: The root folder as another process sees it, such as "/proc/123/root".
     """
-    whole, free = _measure_shared_memory(root)
+    whole, free = measure_shared_memory(root)
     return describe_shared_memory(root) if whole <= LITTLE_SHARED_BYTES or free < FREE_SHARED_BYTES else ""
 
 
 def describe_shared_memory(root: str = "") -> str:
     """Return the size of the shared memory as a clause; "" if this system has none at that place."""
-    whole, free = _measure_shared_memory(root)
+    whole, free = measure_shared_memory(root)
     size = f"{format_bytes(whole)}, {format_bytes(free)} of them free"
     return f"{SHARED_MEMORY}, through which DataLoader workers send batches, has {size}" if whole else ""
 
 
-def _measure_shared_memory(root: str) -> tuple[int, int]:
+def measure_shared_memory(root: str = "") -> tuple[int, int]:
     """Return the size of the shared memory and how much of it is free, in bytes; 0 without any."""
     try:
         found = os.statvfs(root + SHARED_MEMORY)

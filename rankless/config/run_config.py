@@ -164,10 +164,6 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
         """The number of workers of the job."""
         return sum(self.workers)
 
-    def has_roles(self, host_index: int) -> bool:
-        """Return whether a host has processes beside its workers."""
-        return any(host_index in processes.hosts for processes in self.roles.values())
-
     def list_lone_processes(self) -> list[tuple[str, int]]:
         """Return the roles and numbers of the processes beside the workers that are on hosts without workers."""
         return [
@@ -289,8 +285,10 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     separate_seeds: bool = False
     """Without `seed`, let each process seed its generators itself, even if the program names Rankless."""
     log_folder: str = "log"
+    """The folder that gets a new folder for each run."""
     show: ShowChoice = "first"
     warm: bool = True
+    """Fork the workers from a process that has imported torch; False starts plain processes."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports besides torch; RANKLESS_PRELOAD adds others."""
     progress: bool = True
@@ -298,9 +296,13 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     """The command line that requests the run."""
     recording: str | None = None
+    """A folder into which each worker records its job results (for `rankless verify`), or None."""
     perturbation_seed: int | None = None
+    """The seed of random changes to the last bit of gradients, for `verify`'s noise-floor run; else None."""
     dtype: Precision | None = None
+    """The dtype in which jobs compute instead of the script's; None keeps the script's."""
     plan: PlanFile | None = None
+    """The parallel plan of the run; None lets each job choose its own."""
     mesh: tuple[PlannedAxis, ...] = ()
     """The axes of the mesh from the outermost; none for that of the plan, else one axis `data` of all workers."""
     observation: RunObservation = RunObservation()
@@ -329,7 +331,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the agent needs to run a job on this host."""
+    """What is decided of a run on this host before any process starts, and the request that it is decided for."""
 
     program: Program
     worker_count: int
@@ -338,38 +340,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     backend: Backend | None = None
     """The backend that the user requests for the default process group; None leaves the choice to the devices."""
     threads_per_worker: int
-    log_folder: str
-    """The folder that gets a new folder for each run."""
-    show: ShowChoice = "first"
-    warm: bool = True
-    """Fork the workers from a process that has imported torch; False starts plain processes."""
     preload: tuple[str, ...] = ()
-    """Modules that this process imports besides torch."""
+    """Modules that the process imports besides torch from which the workers are forked."""
     seed: int | None
     """The seed of every worker's generators; None lets each process seed itself."""
-    recording: str | None = None
-    """A folder into which each worker records its job results (for `rankless verify`), or None."""
-    perturbation_seed: int | None = None
-    """The seed of random changes to the last bit of gradients, for `verify`'s noise-floor run; else None."""
-    dtype: Precision | None = None
-    """The dtype in which jobs compute instead of the script's; None keeps the script's."""
-    plan: PlanFile | None = None
-    """The parallel plan of the run; None lets each job choose its own."""
     mesh: tuple[PlannedAxis, ...] = ()
     """The axes of the mesh from the outermost; none for one axis `data` of all workers."""
-    observation: RunObservation = RunObservation()
-    progress: bool = True
-    agent_output: AgentOutput = "table"
-    launcher: LauncherSpec | None = None
-    """The launcher whose conventions the run follows; None for a plain `rankless run`."""
-    master_address: str = "127.0.0.1"
-    """MASTER_ADDR of a job on one host."""
-    master_port: int | None = None
-    """MASTER_PORT of a job on one host; None takes a free one."""
     cluster: Cluster | None = None
     """None: this host only."""
-    elastic: Elastic | None = None
-    """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     debug_rank: int | None = None
@@ -377,6 +355,6 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_seconds: float
     """Seconds that workers have to end after a signal to an agent."""
     request: RunRequest
-    """The request. Each host makes its own `RunConfig` from it."""
+    """The request, which has all that needs no decision. Each host makes its own `RunConfig` from it."""
     roles: tuple[str, ...] = ()
     """The extensions whose processes the run has beside its workers."""

@@ -17,7 +17,7 @@ A job that runs eagerly has neither `begin_program` nor `end_program`, and no `e
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from rankless.config.extensions import Extension, find_extension, import_declared, list_extensions
 from rankless.config.worker_config import WorkerConfig
+from rankless.context.step_events import to_all
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import ConfigError
 from rankless.ownership.extension_modules import list_participants
@@ -143,45 +144,14 @@ class JobEvents(JobParticipant):
     def __init__(self, participants: Iterable[JobParticipant] = ()) -> None:
         self._participants = tuple(participants)
 
-    def share(self) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.share()
-
-    def begin_call(self) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.begin_call()
-
-    def begin_program(self) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.begin_program()
-
-    def end_program(self, bound: Any, call: Any) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.end_program(bound, call)
-
-    def count_call(self) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.count_call()
-
-    def end_call(self) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.end_call()
-
-    def prepare_next_call(self) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.prepare_next_call()
-
-    def repeat_call(self, doing: str) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.repeat_call(doing)
+    share = to_all(JobParticipant.share)
+    begin_call = to_all(JobParticipant.begin_call)
+    begin_program = to_all(JobParticipant.begin_program)
+    end_program = to_all(JobParticipant.end_program)
+    count_call = to_all(JobParticipant.count_call)
+    end_call = to_all(JobParticipant.end_call)
+    prepare_next_call = to_all(JobParticipant.prepare_next_call)
+    repeat_call = to_all(JobParticipant.repeat_call)
 
 
 class JointEvents:
@@ -195,27 +165,27 @@ class JointEvents:
             workers: All workers of the run.
         """
         self._config, self._workers = config, workers
-        self._participants: dict[str, JointParticipant] = {}
-        """By the module that has them."""
+        self._by_module: dict[str, JointParticipant] = {}
         self.upcoming = UpcomingBatches()
         """The batches that loaders will yield next, for participants that read early."""
         for extension in () if config is None else _list_extensions(config):
             module = extension.joint_participant
             make = import_declared(extension.name, "joint_participant", module, name="make_joint_participant")
-            self._participants[module] = make(self, config, workers)
+            self._by_module[module] = make(self, config, workers)
 
-    def _list(self) -> Iterable[JointParticipant]:
-        return self._participants.values()
+    @property
+    def _participants(self) -> Collection[JointParticipant]:
+        return self._by_module.values()
 
     @property
     def workers(self) -> Mesh | None:
         """All workers, if each makes steps on batches of its own."""
-        return next((each.workers for each in self._list() if each.workers is not None), None)
+        return next((each.workers for each in self._participants if each.workers is not None), None)
 
     def join_job(self, job: Any, world: Any) -> JobEvents:
         """Return what takes part in a job, a `JobDefinition`, in a `World`."""
         self._make_participants(job)
-        joined = (each.join_job(job, world) for each in self._list())
+        joined = (each.join_job(job, world) for each in self._participants)
         return JobEvents(each for each in joined if each is not None)
 
     def _make_participants(self, job: Any) -> None:
@@ -225,7 +195,7 @@ class JointEvents:
             ConfigError: One of them has an owner. The first use of `World.owner` has decided who owns states.
         """
         for name in list_participants(job.modules.values()):
-            if name not in self._participants:
+            if name not in self._by_module:
                 make = import_declared(name, "rankless_participant", name, name="make_joint_participant")
                 made: JointParticipant = make(self, self._config, self._workers)
                 if made.make_owner() is not None:
@@ -235,42 +205,42 @@ class JointEvents:
                         fix="name it as joint_participant in extension.toml, and give the run an option or a role of "
                         "the extension",
                     )
-                self._participants[name] = made
+                self._by_module[name] = made
 
     def make_view(self, job: Any, world: Any) -> Any:
         """Return the view that runs a job, if a participant has one; else None."""
         self._make_participants(job)
-        views = (each.make_view(job, world) for each in self._list())
+        views = (each.make_view(job, world) for each in self._participants)
         return next((view for view in views if view is not None), None)
 
     def make_owner(self) -> StateOwner | None:
         """Return the owner of the states of jobs, if a participant has one."""
-        owners = (each.make_owner() for each in self._list())
+        owners = (each.make_owner() for each in self._participants)
         return next((owner for owner in owners if owner is not None), None)
 
     def find_stages(self, job: Any, program: Any, names: Mapping[str, str], known: Mapping[str, int]) -> Any:
         """Return the `Stages` of a program for workers of several kinds, if a participant has such kinds; else None."""
-        found = (each.find_stages(job, program, names, known) for each in self._list())
+        found = (each.find_stages(job, program, names, known) for each in self._participants)
         return next((stages for stages in found if stages is not None), None)
 
     @property
     def own_steps(self) -> str:
         """What makes steps beside optimizers, for errors; "" for nothing."""
-        return next((each.own_steps for each in self._list() if each.own_steps), "")
+        return next((each.own_steps for each in self._participants if each.own_steps), "")
 
     @property
     def counts_steps(self) -> bool:
         """Whether a participant counts the steps that this rank commits."""
-        return any(each.committed is not None for each in self._list())
+        return any(each.committed is not None for each in self._participants)
 
     @property
     def committed(self) -> int:
         """How many steps this rank has committed, as participants count them."""
-        return max((each.committed or 0 for each in self._list()), default=0)
+        return max((each.committed or 0 for each in self._participants), default=0)
 
     def reads_early(self, world: Any) -> bool:
         """Return whether loaders of a `World` read a batch early."""
-        return any(each.reads_early(world) for each in self._list())
+        return any(each.reads_early(world) for each in self._participants)
 
     def step(self, optimizer: Optimizer) -> AbstractContextManager[None]:
         """Return a context in which an optimizer makes its step."""
@@ -279,35 +249,20 @@ class JointEvents:
     @contextlib.contextmanager
     def _step(self, optimizer: Optimizer) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for each in self._list():
+            for each in self._participants:
                 stack.enter_context(each.step(optimizer))
             yield
 
-    def end_step(self) -> None:
-        """Send this event."""
-        for each in self._list():
-            each.end_step()
-
-    def meet(self, operation: str) -> None:
-        """Send this event."""
-        for each in self._list():
-            each.meet(operation)
-
-    def regroup(self, workers: Any, committed: int) -> None:
-        """Send this event."""
-        for each in self._list():
-            each.regroup(workers, committed)
-
-    def finish(self) -> None:
-        """Send this event."""
-        for each in self._list():
-            each.finish()
+    end_step = to_all(JointParticipant.end_step)
+    meet = to_all(JointParticipant.meet)
+    regroup = to_all(JointParticipant.regroup)
+    finish = to_all(JointParticipant.finish)
 
     def close(self) -> None:
         """Send this event to all, also if one raises an error. No participant takes part in anything after it."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._participants.clear)
-            for each in reversed(list(self._list())):
+            stack.callback(self._by_module.clear)
+            for each in reversed(list(self._participants)):
                 stack.callback(each.close)
 
 

@@ -2,9 +2,9 @@
 
 Note [comparing optimizers]: the hyperparameters of all param groups are read and encoded at each call, which takes
 microseconds. That includes what a scheduler has set. The state is too large to read. PyTorch counts the in-place
-changes of each tensor, so a change outside jobs shows without reading: see `context.optimizer_changes`. If the state of
-some rank has changed, all ranks must have changed the same values of it, and at the 1st, 2nd, 4th, 8th, … such change
-the contents are compared too. As long as nothing has changed, equal steps keep equal states equal.
+changes of each tensor, so a change outside jobs shows without reading: see `context.changes_outside_jobs`. If the state
+of some rank has changed, all ranks must have changed the same values of it, and at the 1st, 2nd, 4th, 8th, … such
+change the contents are compared too. As long as nothing has changed, equal steps keep equal states equal.
 
 Ranks that were equal at the last call differ now by what changed since. So a rank posts only its changes, and the rank
 that finds a difference knows the values of all ranks.
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.sync_point_encoding import MAX_DETAILS_BYTES
-from rankless.context.optimizer_changes import OptimizerChanges, StateEntry
+from rankless.context.changes_outside_jobs import OptimizerChanges, StateEntry
 from rankless.records.encoding import encode_msgpack
+from rankless.records.quantities import format_ranks
 
 MAX_ELEMENTS = 16
 """Tensors on the CPU with at most this many elements are compared by value, such as a learning rate."""

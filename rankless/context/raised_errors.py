@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import msgspec
 
-from rankless.errors import CollectiveError, RanklessError
+from rankless.errors import RanklessError
 
 _OF_ANOTHER_RANK = re.compile(r"rank \d+ (raised|failed)\b")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -93,15 +93,6 @@ def is_of_another_rank(error: BaseException, before: BaseException | None = None
             return True
         current = current.__cause__ or current.__context__
     return False
-
-
-def make_interruption(rank: int) -> CollectiveError:
-    """Return the error of a rank that hears in a message that another one has raised an exception."""
-    return CollectiveError(
-        expected="every rank to finish a call that all ranks make",
-        found=f"rank {rank} raised an exception in it",
-        fix=f"see the exception of rank {rank}",
-    )
 
 
 def _make(found: type[Exception] | None, described: RaisedError) -> Exception | None:

@@ -15,12 +15,15 @@ progress meter, then those of extensions, last what may end the script. An event
 ranks. An exception of a participant is raised in the script.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
 from rankless.context.accumulation_passes import AccumulationPass
+from rankless.errors import StepsDone
+
+Parameters = ParamSpec("Parameters")
 
 
 class ObservedJob(Protocol):
@@ -75,6 +78,17 @@ class StepParticipant:
         """Hear that the run ends: before its script has ended if `stopped`."""
 
 
+def to_all(event: Callable[Concatenate[Any, Parameters], None]) -> Callable[Concatenate[Any, Parameters], None]:
+    """Return a method that sends an event, a method of a participant, to all `_participants`, in their order."""
+    name = event.__name__
+
+    def send(self: Any, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> None:
+        for each in self._participants:
+            getattr(each, name)(*args, **kwargs)
+
+    return send
+
+
 class StepEvents(StepParticipant):
     """Sends each event to all participants, in their order."""
 
@@ -86,42 +100,30 @@ class StepEvents(StepParticipant):
         """Whether a participant compares values with another run's."""
         return any(each.compares_values for each in self._participants)
 
-    def begin_pass(self, loader_pass: AccumulationPass, *, batches: int | None) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.begin_pass(loader_pass, batches=batches)
+    begin_pass = to_all(StepParticipant.begin_pass)
+    begin_batch = to_all(StepParticipant.begin_batch)
+    end_pass = to_all(StepParticipant.end_pass)
+    begin_call = to_all(StepParticipant.begin_call)
+    begin_capture = to_all(StepParticipant.begin_capture)
+    end_call = to_all(StepParticipant.end_call)
+    end_step = to_all(StepParticipant.end_step)
+    close = to_all(StepParticipant.close)
 
-    def begin_batch(self, loader_pass: AccumulationPass, *, rows: int) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.begin_batch(loader_pass, rows=rows)
 
-    def end_pass(self, loader_pass: AccumulationPass) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.end_pass(loader_pass)
+class StepLimit(StepParticipant):
+    """Counts training steps. All ranks make the same steps, so all stop at the same call."""
 
-    def begin_call(self, job: ObservedJob) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.begin_call(job)
+    def __init__(self, steps: int, *, at_end: Callable[[], None]) -> None:
+        self._remaining = steps
+        self._at_end = at_end
 
-    def begin_capture(self, job: ObservedJob) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.begin_capture(job)
+    def end_step(self, _job: ObservedJob) -> None:
+        """Count a step of a job."""
+        self.count_step()
 
-    def end_call(self, job: ObservedJob, result: Any, loss: Tensor | None) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.end_call(job, result, loss)
-
-    def end_step(self, job: ObservedJob) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.end_step(job)
-
-    def close(self, *, stopped: bool) -> None:
-        """Send this event."""
-        for each in self._participants:
-            each.close(stopped=stopped)
+    def count_step(self) -> None:
+        """Count a step. At the last one and after it, call `at_end` and raise `StepsDone`."""
+        self._remaining -= 1
+        if self._remaining <= 0:
+            self._at_end()
+            raise StepsDone(0)

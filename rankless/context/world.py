@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
+from rankless.context.changes_outside_jobs import ModelChangeDetector, OptimizerChanges
 from rankless.context.joint_events import JointEvents
-from rankless.context.model_change_detector import ModelChangeDetector
 from rankless.context.operations import Operations
-from rankless.context.optimizer_changes import OptimizerChanges
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
@@ -167,7 +166,7 @@ class Recovery(Protocol):
         """
         ...
 
-    def go_on(self) -> None:
+    def recover(self) -> None:
         """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
         ...
 

@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 
 from rankless.collectives import all_gather_object
-from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.checked_groups import resolve_group
 from rankless.data.sample_reader import digest_sample
 from rankless.data.shard_inspection import (
@@ -26,6 +25,7 @@ from rankless.data.shard_inspection import (
 )
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
+from rankless.records.quantities import format_ranks
 
 SHOWN = 5
 FAULTY_FRACTION = 0.1

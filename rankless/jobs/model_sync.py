@@ -13,7 +13,7 @@ from rankless.collectives.mesh_collectives import broadcast
 from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.side_effects import require_initialized
 from rankless.compiler.ir.sparse_tensor_parts import list_dense_parts
-from rankless.context.optimizer_changes import list_state_entries
+from rankless.context.changes_outside_jobs import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.jobs.definition import JobDefinition

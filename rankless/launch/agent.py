@@ -16,7 +16,6 @@ from rankless.launch.job_setup import ReadyJob, set_up_job
 from rankless.launch.live_run_page import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.ports import require_own_address
 from rankless.launch.profile import load_profile, make_run_folder
-from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.supervisor.fork_server_client import (
     ForkServerClient,
@@ -25,7 +24,6 @@ from rankless.launch.supervisor.fork_server_client import (
     WorkerParent,
 )
 from rankless.launch.supervisor.supervisor import RunOutcome, StoppingWorkers, Supervisor, choose_stop_times
-from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.terminal_report import RunReport, WorkerTable, conclude
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
@@ -38,7 +36,8 @@ from rankless.launch.worker_output import (
     duplicate_terminal,
 )
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
-from rankless.records.live_run import identify_agent
+from rankless.records.live_run import ProcessRow, identify_agent
+from rankless.records.quantities import format_count
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
@@ -86,14 +85,14 @@ def run(
         context: What the process that starts the agent gives it.
     """
     if config.cluster is None:
-        require_own_address(config.master_address)
-    profile = load_profile(config.launcher)
+        require_own_address(config.request.master_address)
+    profile = load_profile(config.request.launcher)
     forwarding = profile.signal_forwarding
     context = context or AgentContext()
     cursor = context.cursor if share_terminal(out, err) else None
     streams = TerminalStreams(out=out, err=err, hide_progress=hide_progress, cursor=cursor)
     with Interrupts(forwarding.numbers if forwarding is not None else ()) as interrupts, _titled(config):
-        if config.elastic is not None:
+        if config.request.elastic is not None:
             # Imported here: few runs are elastic.
             driver = importlib.import_module(profile.elastic_driver)
             driver_context = driver.DriverContext(
@@ -103,7 +102,7 @@ def run(
                 notify=streams.notify,
                 writes=streams.writers(),
             )
-            return int(driver.run_elastic(config, config.elastic, driver_context))
+            return int(driver.run_elastic(config, config.request.elastic, driver_context))
         try:
             with set_up_job(config, profile, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
@@ -135,7 +134,7 @@ def _titled(config: RunConfig) -> Iterator[None]:
     """Title this process as the job's agent meanwhile."""
     hosts = () if config.cluster is None else config.cluster.hosts
     part = f"agent of {format_count(config.worker_count, 'rank')}"
-    if config.elastic is not None:
+    if config.request.elastic is not None:
         part = "agent of an elastic job"
     elif hosts:
         part += f" on one of {format_count(len(hosts), 'host')}"
@@ -188,7 +187,7 @@ class HostRun:
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
         self._parent: WorkerParent | None = None
         self._watchdog = self._make_watchdog(folder)
-        lead, is_quiet = self._workers[0] if self._workers else None, config.agent_output == "quiet"
+        lead, is_quiet = self._workers[0] if self._workers else None, config.request.agent_output == "quiet"
         streams.write_error("" if is_quiet else self.report.format_opening(lead))
         self._started_rows: Sequence[ProcessRow] = ()
         """The processes beside the workers; on host 0 those of all hosts, once they serve."""

@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from rankless.config.extensions import find_extension
 from rankless.errors import JoinError, LaunchError, RanklessError
 from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.answers import INTERRUPTED
-from rankless.launch.rendezvous.messages import JoinRefused, ProcessesStarted, StartedProcess, StartRefused
+from rankless.launch.rendezvous.messages import JoinRefused, ProcessesStarted, StartRefused
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.roles import ProcessRole, ProcessRow
+from rankless.launch.roles import ProcessRole
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.records.events import HostInterrupted, HostLost, Notice
+from rankless.records.live_run import ProcessRow
 
 _POLL_SECONDS = 0.05
 
@@ -49,12 +52,16 @@ class CommonStart:
             for role in self.roles:
                 role.start(interrupts, on_wait=self._poll)
             rows = [row for role in self.roles for row in role.list_rows()]
-            if isinstance(self.peers, LeaderPeer):
-                self.peers.send_start(ProcessesStarted(processes=tuple(map(_describe, rows))))
-                self._wait(interrupts, until=lambda: self._may_start_workers)
+            if isinstance(leader := self.peers, LeaderPeer):
+                # This host's descriptors mean nothing on another one.
+                sent = tuple(msgspec.structs.replace(row, status_descriptor=None) for row in rows)
+                leader.send_start(ProcessesStarted(processes=sent))
+                self._wait(interrupts, until=lambda: leader.may_start_workers)
             elif isinstance(self.peers, FollowerPeers):
                 self._wait(interrupts, until=lambda: len(self._started) == len(self.names) - 1)
-                rows = sorted([*rows, *self._list_other_rows()], key=lambda row: row.name)
+                answers = [answer for answer in self._started.values() if isinstance(answer, ProcessesStarted)]
+                others = (row for answer in answers for row in answer.processes)
+                rows = sorted([*rows, *others], key=lambda row: row.name)
                 self.peers.start_workers()
         except RanklessError as error:
             self._announce(error)
@@ -73,10 +80,6 @@ class CommonStart:
     @property
     def _started(self) -> dict[int, ProcessesStarted | StartRefused]:
         return self.peers.started_processes if isinstance(self.peers, FollowerPeers) else {}
-
-    @property
-    def _may_start_workers(self) -> bool:
-        return isinstance(self.peers, LeaderPeer) and self.peers.may_start_workers
 
     def _wait(self, interrupts: Interrupts, *, until: Callable[[], bool]) -> None:
         with selectors.DefaultSelector() as selector:
@@ -125,21 +128,6 @@ class CommonStart:
                     expected=f"{answer.expected}, on {name}", found=answer.found, fix=f"{answer.fix}, on {name}"
                 )
 
-    def _list_other_rows(self) -> list[ProcessRow]:
-        return [
-            ProcessRow(
-                role=each.role,
-                index=each.index,
-                process_id=each.process_id,
-                address=each.address,
-                log_file=each.log_file,
-                copy_of=each.copy_of,
-            )
-            for answer in self._started.values()
-            if isinstance(answer, ProcessesStarted)
-            for each in answer.processes
-        ]
-
     def _announce(self, error: RanklessError) -> None:
         expected, found = str(error.expected), str(error.found)
         if isinstance(self.peers, LeaderPeer) and self.peers.refusal is None:
@@ -152,14 +140,3 @@ class CommonStart:
             self.peers.send_interrupt(number)
         elif isinstance(self.peers, FollowerPeers):
             self.peers.refuse_start(INTERRUPTED)
-
-
-def _describe(row: ProcessRow) -> StartedProcess:
-    return StartedProcess(
-        role=row.role,
-        index=row.index,
-        process_id=row.process_id,
-        address=row.address,
-        log_file=row.log_file,
-        copy_of=row.copy_of,
-    )

@@ -13,7 +13,7 @@ from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.peers import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
-from rankless.launch.profile import LauncherProfile, PlainProfile, make_run_id
+from rankless.launch.profile import LauncherProfile, make_run_id
 from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
 from rankless.launch.store_server import StoreServer
@@ -25,7 +25,7 @@ class ReadyJob:
 
     peers: Peers
     start: AgreedJobConfig
-    profile: LauncherProfile = field(default_factory=PlainProfile)
+    profile: LauncherProfile = field(default_factory=LauncherProfile)
     host_index: int = 0
     names: Sequence[str] = ("",)
     """The name of every host."""
@@ -75,11 +75,11 @@ def set_up_job(
     if config.cluster is None:
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(open_store_socket())
-            reserved = stack.enter_context(reserve_master_port(config.master_port))
+            reserved = stack.enter_context(reserve_master_port(config.request.master_port))
             start = make_start(config, profile, [config.devices], store=listening, reserved=reserved)
             services = profile.open_services(
                 config,
-                addresses=[config.master_address],
+                addresses=[config.request.master_address],
                 worker_counts=start.workers,
                 store_address=start.store_address,
             )
@@ -125,14 +125,14 @@ def make_start(
         workers=tuple(map(len, devices)),
         backend=backend.name,
         most_lost_workers=most_lost if backend.name in ABORTABLE else 0,
-        master_address=config.master_address if config.cluster is None else address,
+        master_address=config.request.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,
         store_port=store.getsockname()[1],
-        recording=config.recording,
-        perturbation_seed=config.perturbation_seed,
-        dtype=config.dtype,
-        plan=config.plan,
+        recording=config.request.recording,
+        perturbation_seed=config.request.perturbation_seed,
+        dtype=config.request.dtype,
+        plan=config.request.plan,
         mesh=config.mesh,
-        observation=config.observation,
+        observation=config.request.observation,
     )

@@ -11,10 +11,9 @@ import msgspec
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.roles import ProcessRow
 from rankless.records.encoding import encode_json
 from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
-from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveProcess, LiveRun, LiveWorker
+from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveWorker, ProcessRow
 from rankless.records.shared_record import RecordWriter, open_shared_file
 
 _FIXED_BYTES = 1 << 16
@@ -63,20 +62,7 @@ class LiveRunPage:
 
     def set_processes(self, rows: Sequence[ProcessRow]) -> None:
         """Note what the processes beside the workers are now."""
-        processes = tuple(
-            LiveProcess(
-                role=row.role,
-                index=row.index,
-                address=row.address,
-                log_file=os.path.abspath(row.log_file),
-                process_id=row.process_id,
-                stage=row.stage,
-                restarts=row.restarts,
-                copy_of=row.copy_of,
-                page=row.status_descriptor,
-            )
-            for row in rows
-        )
+        processes = tuple(msgspec.structs.replace(row, log_file=os.path.abspath(row.log_file)) for row in rows)
         if self._run is not None and processes != self._run.processes:
             self._run = msgspec.structs.replace(self._run, processes=processes)
             self._has_changed = True
@@ -136,7 +122,7 @@ def make_live_run(
         started_monotonic=time.monotonic(),
         host=job.host_index,
         host_names=tuple(job.names) if len(start.workers) > 1 else ("",),
-        process_count=sum(len(each.addresses) for each in job.start.roles.values()),
+        process_counts={each.role: len(each.addresses) for each in job.start.roles.values()},
         workers=tuple(
             LiveWorker(
                 rank=rank,

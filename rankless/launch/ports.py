@@ -5,6 +5,7 @@ import socket
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
+from rankless.config.hosts import address_family
 from rankless.errors import ConfigError
 
 _ADDRESS = "127.0.0.1"
@@ -16,7 +17,7 @@ def open_store_socket(address: str = _ADDRESS) -> socket.socket:
 
     Ranks that connect before the store is served wait in its queue instead of trying again.
     """
-    store = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    store = socket.socket(address_family(address), socket.SOCK_STREAM)
     store.bind((address, 0))
     store.listen(1024)
     return store
@@ -28,8 +29,8 @@ def reserve_master_port(port: int | None = None) -> socket.socket:
     The socket is bound and does not listen. So the system gives the number to no other process, while a socket that
     also sets SO_REUSEADDR, as torch's store does, may listen on it. Raises `ConfigError` if the port is taken.
     """
-    if port is not None:
-        _require_free(port)
+    if port is not None and (why := find_port_conflict(port)) is not None:
+        raise _port_error(port, why)
     reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -67,7 +68,7 @@ def require_own_address(address: str) -> None:
 def find_port_conflict(port: int, address: str = "") -> str | None:
     """Return why a port of this host, or of one of its addresses, is not free ("taken by process 7: …"), or None."""
     # Without SO_REUSEADDR, with which two runs could reserve the same number.
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as probe:
+    with socket.socket(address_family(address), socket.SOCK_STREAM) as probe:
         try:
             probe.bind((address, port))
         except OSError as error:
@@ -76,11 +77,6 @@ def find_port_conflict(port: int, address: str = "") -> str | None:
             owner = describe_port_owner(port)
             return None if owner is None else f"taken by {owner}"
     return None
-
-
-def _require_free(port: int) -> None:
-    if (why := find_port_conflict(port)) is not None:
-        raise _port_error(port, why)
 
 
 def describe_port_owner(port: int) -> str | None:

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 from rankless.config.environment import python_path_at_start, user_visible_devices
 from rankless.config.extensions import find_extension, import_declared
@@ -50,8 +50,27 @@ class SignalForwarding(NamedTuple):
     """The time that the workers have to end."""
 
 
-class LauncherProfile(Protocol):
+class LauncherProfile:
     """What a launcher's programs and users expect. The defaults are those of a plain `rankless run`."""
+
+    stop_grace_seconds: float | None = None
+    """How long workers have to end after a signal to an agent; None takes the run's own grace."""
+    elastic_driver: str = ""
+    """The module whose `run_elastic(config, elastic, context)` runs elastic jobs, with its `DriverContext`."""
+    output_hosts: OutputHosts = "first"
+    """Where the terminal shows workers: of host 0 on host 0, of each host on itself, or of all hosts on host 0."""
+    withholds_tracebacks: bool = True
+    """Whether the terminal leaves out the tracebacks of workers, except that of the rank that failed first."""
+    shows_summary: bool = True
+    """Whether the log folder gets a summary of the run, and the terminal a line of it."""
+    has_private_logs: bool = True
+    """Whether other users may not read the workers' logs. Launchers with logs of the umask's modes keep them."""
+    exports_environment: bool = False
+    """Whether other hosts get the whole environment, instead of only what torch, its libraries and Python read."""
+    uses_rankless_api: bool = True
+    """Whether advice to the user may name functions of `rankless`."""
+    plain_process_option: str | None = "--no-warm"
+    """The option that starts plain processes instead of forks; None if the launcher has none."""
 
     @property
     def run_name(self) -> str | None:
@@ -62,51 +81,6 @@ class LauncherProfile(Protocol):
     def signal_forwarding(self) -> SignalForwarding | None:
         """None: the agent sends SIGINT or SIGTERM, with its own grace periods."""
         return None
-
-    @property
-    def stop_grace_seconds(self) -> float | None:
-        """How long workers have to end after a signal to an agent; None takes the run's own grace."""
-        return None
-
-    @property
-    def elastic_driver(self) -> str:
-        """The module whose `run_elastic(config, elastic, context)` runs elastic jobs, with its `DriverContext`."""
-        return ""
-
-    @property
-    def output_hosts(self) -> OutputHosts:
-        """Where the terminal shows workers: of host 0 on host 0, of each host on itself, or of all hosts on host 0."""
-        return "first"
-
-    @property
-    def withholds_tracebacks(self) -> bool:
-        """Whether the terminal leaves out the tracebacks of workers, except that of the rank that failed first."""
-        return True
-
-    @property
-    def shows_summary(self) -> bool:
-        """Whether the log folder gets a summary of the run, and the terminal a line of it."""
-        return True
-
-    @property
-    def has_private_logs(self) -> bool:
-        """Whether other users may not read the workers' logs. Launchers with logs of the umask's modes keep them."""
-        return True
-
-    @property
-    def exports_environment(self) -> bool:
-        """Whether other hosts get the whole environment, instead of only what torch, its libraries and Python read."""
-        return False
-
-    @property
-    def uses_rankless_api(self) -> bool:
-        """Whether advice to the user may name functions of `rankless`."""
-        return True
-
-    @property
-    def plain_process_option(self) -> str | None:
-        """The option that starts plain processes instead of forks; None if the launcher has none."""
-        return "--no-warm"
 
     def folder_name(self, run_id: str, host_index: int) -> str:
         """Return the name of a host's folder of log files."""
@@ -131,7 +105,7 @@ class LauncherProfile(Protocol):
 
     def shown_streams(self, config: RunConfig, folder: str, workers: Sequence[WorkerConfig]) -> list[FollowedFile]:
         """Return the parts of the workers' output that the terminal shows, with their prefixes."""
-        if config.show == "first":
+        if config.request.show == "first":
             return [FollowedFile(path=worker.log_file) for worker in workers[:1]]
         return [FollowedFile(path=worker.log_file, prefix=f"[{worker.rank}] ") for worker in workers]
 
@@ -188,14 +162,10 @@ class LauncherProfile(Protocol):
         return ""
 
 
-class PlainProfile(LauncherProfile):
-    """The profile of a plain `rankless run`."""
-
-
 def load_profile(launcher: LauncherSpec | None) -> LauncherProfile:
     """Return the profile of a run. Raises `LaunchError` for a launcher that this Rankless does not have."""
     if launcher is None:
-        return PlainProfile()
+        return LauncherProfile()
     # The name may come from another host: it must not reach any module but a launcher's profile.
     extension = find_extension(launcher.name)
     if extension is None or not extension.launcher:
@@ -234,7 +204,7 @@ def make_run_id(profile: LauncherProfile) -> str:
 
 def run_folder(config: RunConfig, profile: LauncherProfile, run_id: str, host_index: int) -> str:
     """Return the folder of a host's log files of a run."""
-    return os.path.join(config.log_folder, profile.folder_name(run_id, host_index))
+    return os.path.join(config.request.log_folder, profile.folder_name(run_id, host_index))
 
 
 def make_run_folder(config: RunConfig, profile: LauncherProfile, start: AgreedJobConfig, host_index: int) -> str:
@@ -249,9 +219,9 @@ def make_run_folder(config: RunConfig, profile: LauncherProfile, start: AgreedJo
             os.makedirs(folder, exist_ok=may_exist)
         for local_rank in range(config.worker_count):
             make_log_files(profile, profile.log_files(folder, first + local_rank, local_rank))
-        link = os.path.join(config.log_folder, f".latest-{start.run_id}-{secrets.token_hex(3)}")
+        link = os.path.join(config.request.log_folder, f".latest-{start.run_id}-{secrets.token_hex(3)}")
         os.symlink(os.path.basename(folder), link)
-        os.replace(link, os.path.join(config.log_folder, "latest"))
+        os.replace(link, os.path.join(config.request.log_folder, "latest"))
         ranks = range(first, first + start.workers[host_index])
         profile.link_logs(folder, ranks, start, processes=start.list_processes(host_index))
     except OSError as error:

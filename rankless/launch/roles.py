@@ -21,38 +21,12 @@ from rankless.launch.peers import Peers
 from rankless.launch.profile import LauncherProfile
 from rankless.launch.signals import Interrupts
 from rankless.records.events import AnyRecord
-from rankless.records.live_run import ProcessStage
+from rankless.records.live_run import ProcessRow
 
 if TYPE_CHECKING:  # most runs have one host
     from rankless.launch.rendezvous.control_server import ControlServer
     from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
     from rankless.records.connection_attempts import UsedPort
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessRow:
-    """One process of a role, for tables, `rankless status` and the watchdog."""
-
-    role: str
-    """What the process is called in tables and messages; its number follows, as in "server 1"."""
-    index: int
-    """Its number among the processes of the role of all hosts."""
-    process_id: int
-    address: str
-    log_file: str
-    copy_of: int | None = None
-    """The process of which it is the copy; None if it is none."""
-    is_restarting: bool = False
-    """Whether it has died and no other process serves in its place yet."""
-    stage: ProcessStage = "serves"
-    restarts: int = 0
-    status_descriptor: int | None = None
-    """The descriptor of its status page; None if it has none."""
-
-    @property
-    def name(self) -> tuple[str, int]:
-        """Its role and its number: no other process of the run has both."""
-        return self.role, self.index
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rankless.config import environment
-from rankless.config.hosts import parse_host_settings
+from rankless.config.hosts import Endpoint, parse_host_settings
 from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
 from rankless.runtime.subprocess_command import rankless_command
@@ -38,8 +38,7 @@ class ScriptHosts:
     def options(self, devices_per_host: int) -> list[str]:
         """Return the equivalent options of `rankless run`."""
         hosts = parse_host_settings(self.hosts, workers_per_host=devices_per_host)
-        listed = [f"[{host.address}]" if ":" in host.address else host.address for host in hosts]
-        options = ["--no-ssh", "--hosts", ",".join(listed)]
+        options = ["--no-ssh", "--hosts", ",".join(str(Endpoint(host.address)) for host in hosts)]
         options += [] if self.port is None else ["--port", str(self.port)]
         return [*options, "--insecure" if self.insecure else "--token-by-ssh"]
 

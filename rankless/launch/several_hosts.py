@@ -17,12 +17,13 @@ from rankless.config.hosts import (
     interface_towards,
     is_loopback,
     is_own_loopback_name,
+    listen_on,
     outward_addresses,
     own_addresses,
 )
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
-from rankless.launch.doctor.preflight import run_preflight
+from rankless.launch.doctor.single_host_checks import run_preflight
 from rankless.launch.job_setup import ReadyJob, make_start
 from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
 from rankless.launch.profile import LauncherProfile
@@ -242,9 +243,8 @@ def _default_address(name: str) -> tuple[str, str]:
 
 
 def _listen(address: str, cluster: Cluster) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        return socket.create_server((address, cluster.port), family=family, backlog=1024)
+        return listen_on(address, cluster.port)
     except OSError as error:
         is_taken = error.errno == errno.EADDRINUSE
         found = (

@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 from collections.abc import Collection
-from types import FrameType, TracebackType
+from types import FrameType
 
 DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -45,9 +45,7 @@ class Interrupts:
             self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():

@@ -26,8 +26,7 @@ from typing import Any, get_args
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from rankless.config.environment import snapshot, spawn_server_environment, spawned_environment
-from rankless.config.import_time_variables import read_at_start
+from rankless.config.environment import read_at_start, snapshot, spawn_server_environment, spawned_environment
 from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.signals import name_signal

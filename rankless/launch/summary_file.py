@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import msgspec
 
-from rankless.config.run_config import RunConfig
+from rankless.config.run_config import AgreedProcesses, RunConfig
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.records.encoding import encode_json
@@ -27,7 +27,16 @@ from rankless.records.events import (
     WorkerCut,
 )
 from rankless.records.private_files import private_opener
-from rankless.records.run_summary import RESULT_ROLE, AgentProcess, Outcome, RankSummary, RunFailure, RunSummary
+from rankless.records.run_summary import (
+    OLDER_FIELDS_ROLE,
+    AgentProcess,
+    Outcome,
+    RankSummary,
+    RoleSummary,
+    RunFailure,
+    RunSummary,
+    with_processes,
+)
 from rankless.records.worker_status import read_page
 from rankless.version import VERSION
 
@@ -64,14 +73,12 @@ class SummaryFile:
         self._path = os.path.join(folder, f"run{job.host_index or ''}.json")
         self._ranks = {each.rank: each for each in _list_ranks(config, job, log_file)}
         self._host_name = {rank: each.host for rank, each in self._ranks.items()}
-        servers = next((each for each in job.start.roles.values() if each.role == RESULT_ROLE), None)
-        self._server_host_names = [job.names[host] for host in (() if servers is None else servers.hosts)]
-        self.summary = RunSummary(
+        roles = job.start.roles.values()
+        self._process_hosts = {each.role: [job.names[host] for host in each.hosts] for each in roles}
+        self._processes = {each.role: _summarize_role(each) for each in roles}
+        summary = RunSummary(
             command_line=config.request.command or tuple(sys.argv),
             workers=job.start.world_size,
-            servers=len(self._server_host_names),
-            replicas=0 if servers is None else servers.replicas,
-            server_restarts=(0,) * len(self._server_host_names),
             torch=torch_version(),
             python=platform.python_version(),
             log_folder=os.path.abspath(folder),
@@ -79,17 +86,13 @@ class SummaryFile:
             ranks=tuple(self._ranks.values()),
             agent=agent,
         )
+        self.summary = with_processes(summary, self._processes.values())
         self._write()
 
     def receive(self, record: AnyRecord) -> None:
-        """Take note of the end of a rank or of a server."""
-        if isinstance(record, ProcessExited) and record.is_restarted and record.role == RESULT_ROLE:
-            counts = list(self.summary.server_restarts)
-            counts[record.number] += 1
-            self.summary = msgspec.structs.replace(self.summary, server_restarts=tuple(counts))
-        if isinstance(record, ProcessLost) and record.role == RESULT_ROLE:
-            lost = (*self.summary.lost_servers, record.number)
-            self.summary = msgspec.structs.replace(self.summary, lost_servers=lost)
+        """Take note of the end of a rank or of a process beside the workers."""
+        if isinstance(record, ProcessExited | ProcessLost):
+            self._receive_process(record)
         if isinstance(record, HostLost) and record.is_covered:
             hosts = (*self.summary.lost_hosts, record.host)
             self.summary = msgspec.structs.replace(self.summary, lost_hosts=hosts)
@@ -106,6 +109,16 @@ class SummaryFile:
             rank = msgspec.structs.replace(rank, cut=record.doing)
         self._ranks[record.rank] = rank
 
+    def _receive_process(self, record: ProcessExited | ProcessLost) -> None:
+        found = self._processes[record.role]
+        if isinstance(record, ProcessLost):
+            found = msgspec.structs.replace(found, lost=(*found.lost, record.number))
+        elif record.is_restarted:
+            restarts = [count + (number == record.number) for number, count in enumerate(found.restarts)]
+            found = msgspec.structs.replace(found, restarts=tuple(restarts))
+        self._processes[record.role] = found
+        self.summary = with_processes(self.summary, self._processes.values())
+
     def measure(self, pages: Sequence[int], first: int = 0) -> None:
         """Take the figures of the training from the pages of this host's workers.
 
@@ -116,7 +129,7 @@ class SummaryFile:
         if first < len(pages) and 0 in self._ranks:
             page = read_page(pages[first])
             rate = page.timed_samples / page.timed_seconds if page.timed_samples and page.timed_seconds else None
-            steps = page.job_steps or page.count
+            steps = page.job_steps or page.count  # a script without jobs has steps of optimizers alone
             self.summary = msgspec.structs.replace(self.summary, steps=steps, samples_per_second=rate)
 
     def finish(
@@ -139,15 +152,15 @@ class SummaryFile:
     def _describe(self, failure: Verdict, line: str) -> RunFailure:
         rank, number = failure.root_cause_rank, failure.root_cause_number
         host = failure.root_cause_host or self._host_name.get(rank, "")
-        server = number if failure.role == RESULT_ROLE else None
-        if server is not None:
-            host = self._server_host_names[server]
-        has_field = number is None or server is not None
+        if number is not None:
+            host = self._process_hosts[failure.role][number]
         return RunFailure(
             rank=None if rank == NO_RANK else rank,
-            server=server,
+            role=failure.role,
+            number=number,
+            server=number if failure.role == OLDER_FIELDS_ROLE else None,
             host=host,
-            error=failure.headline if has_field else f"{failure.root_cause} {failure.headline}",
+            error=failure.headline,
             line=line,
         )
 
@@ -158,6 +171,12 @@ class SummaryFile:
                 file.write(msgspec.json.format(encode_json(self._header | msgspec.to_builtins(self.summary))))
                 file.write(b"\n")
             os.replace(new, self._path)
+
+
+def _summarize_role(processes: AgreedProcesses) -> RoleSummary:
+    """Return what is known at the start of the processes of a role."""
+    count = len(processes.hosts)
+    return RoleSummary(role=processes.role, count=count, replicas=processes.replicas, restarts=(0,) * count)
 
 
 @functools.cache

@@ -14,13 +14,11 @@ from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
 from rankless.launch.peers import Peers
 from rankless.launch.profile import WorkerLogFiles, run_folder
-from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.terminal_text import (
     WorkerRow,
-    format_count,
     format_cuts,
     format_hosts_line,
     format_process_table,
@@ -32,6 +30,8 @@ from rankless.launch.supervisor.terminal_text import (
 )
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.records.events import AnyRecord, ProcessRestarted, Started
+from rankless.records.live_run import ProcessRow
+from rankless.records.quantities import format_count
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 
@@ -196,7 +196,7 @@ class RunReport:
 
     def format_summary(self) -> str:
         """Return the last line of a run, or "" if it shall have none."""
-        if self.summary_file is None or self._config.agent_output != "summary":
+        if self.summary_file is None or self._config.request.agent_output != "summary":
             return ""
         return format_summary(self.summary_file.summary, folder=self._folder)
 
@@ -302,9 +302,10 @@ def _describe_success(summary: RunSummary) -> str:
     lost, text = summary.lost_workers, "all workers ended"
     if lost:
         text += f" but {lost}, which {'were' if lost > 1 else 'was'} killed before"
-    if summary.lost_servers:
-        numbers = ", ".join(map(str, sorted(summary.lost_servers)))
-        text += f"; without {'servers' if len(summary.lost_servers) > 1 else 'server'} {numbers}"
+    for each in summary.processes:
+        if each.lost:
+            numbers = ", ".join(map(str, sorted(each.lost)))
+            text += f"; without {each.role}{'s' if len(each.lost) > 1 else ''} {numbers}"
     if summary.lost_hosts:
         text += f", {'hosts' if len(summary.lost_hosts) > 1 else 'host'} {', '.join(summary.lost_hosts)} lost"
     return text
@@ -342,7 +343,7 @@ def _format_follower_outcome(outcome: RunOutcome, report: RunReport, leader: Pee
     text = f"rankless: the process that starts the workers wrote: {parent_text}\n" if parent_text else ""
     start, host = report.job.start, report.job.host_index
     ended = format_count(start.workers[host], "worker")
-    if not start.workers[host]:
+    if not start.workers[host]:  # a host of other processes says which of them ended
         counts = Counter(role for role, _ in start.list_processes(host))
         ended = " and ".join(format_count(number, role) for role, number in counts.items())
     return 1, f"{text}rankless: host 0, {report.job.names[0]}, was lost: {leader.lost_reason}; {ended} here ended\n"

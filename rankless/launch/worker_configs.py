@@ -168,7 +168,7 @@ def _make_launch(
         plan=start.plan,
         mesh=start.mesh,
         observation=start.observation,
-        progress=config.progress,
+        progress=config.request.progress,
         interface=position.interface,
         host=position.host_index,
         host_count=start.worker_host_count,

@@ -398,7 +398,7 @@ def duplicate_terminal(config: RunConfig, start: AgreedJobConfig) -> list[int]:
     Empty for other runs, and where this process has no such descriptor.
     """
     numbers = (0, 1, 2) if config.debug_rank is not None else (0,)
-    is_for_one = config.debug_rank is not None or (start.world_size == 1 and config.agent_output != "table")
+    is_for_one = config.debug_rank is not None or (start.world_size == 1 and config.request.agent_output != "table")
     try:
         return [os.dup(number) for number in numbers] if is_for_one else []
     except OSError:  # a daemon may have closed them

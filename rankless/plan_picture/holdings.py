@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from rankless.records.parallel_plan import PlannedAxis, StateDivision, StatePlan
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.quantities import format_decimal_bytes, format_ranges
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,7 @@ def format_axes(axes: Sequence[PlannedAxis]) -> str:
 
 def format_workers(workers: Sequence[int]) -> str:
     """Return sorted numbers of workers as "worker 3" or "workers 0-3, 8"."""
-    ranges: list[list[int]] = []
-    for worker in workers:
-        if ranges and worker == ranges[-1][-1] + 1:
-            ranges[-1].append(worker)
-        else:
-            ranges.append([worker])
-    texts = [f"{members[0]}-{members[-1]}" if len(members) > 1 else str(members[0]) for members in ranges]
-    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(texts)}"
+    return f"worker{'s' if len(workers) > 1 else ''} {', '.join(format_ranges(workers))}"
 
 
 HeldKind = Literal["parameters", "gradients", "optimizer state"]

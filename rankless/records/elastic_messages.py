@@ -97,10 +97,7 @@ def send_message(end: socket.socket, message: WorkerMessage | DriverMessage) -> 
 
 def receive_driver_message(end: socket.socket) -> DriverMessage | None:
     """Return the driver's next message, or None once the driver is gone. Blocks as `end` does."""
-    try:
-        data = end.recv(_MAX_MESSAGE_BYTES)
-    except ConnectionError:
-        return None
+    data = _receive(end)
     return msgspec.msgpack.decode(data, type=DriverMessage) if data else None
 
 
@@ -109,11 +106,16 @@ def receive_worker_message(end: socket.socket) -> WorkerMessage | None:
 
     Raises `BlockingIOError` if there is none yet, and `MsgspecError` for data that is no message.
     """
-    try:
-        data = end.recv(_MAX_MESSAGE_BYTES)
-    except ConnectionError:
-        return None
+    data = _receive(end)
     return msgspec.msgpack.decode(data, type=WorkerMessage) if data else None
+
+
+def _receive(end: socket.socket) -> bytes:
+    """Return the next message as it was sent; b"" once the other end is gone."""
+    try:
+        return end.recv(_MAX_MESSAGE_BYTES)
+    except ConnectionError:
+        return b""
 
 
 def assign_ranks(hosts: Sequence[Hashable]) -> list[RankAssignment]:

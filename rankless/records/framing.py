@@ -64,28 +64,16 @@ class FrameDecoder:
 
     def messages(self) -> Iterator[bytes]:
         """Yield the message of each complete frame. Raises `FrameTooLongError` as soon as a header is out of limits."""
-        buffer, header_bytes, unpack_header = self._buffer, self._format.header_bytes, self._format.unpack_header
-        start = 0
-        try:
-            while len(buffer) - start >= header_bytes:
-                (length,) = unpack_header(buffer, start)
-                if length > self.max_bytes:
-                    raise FrameTooLongError(length)
-                begin, end = start + header_bytes, start + header_bytes + length
-                if len(buffer) < end:
-                    break
-                start = end
-                yield bytes(buffer[begin:end])
-        finally:
-            del buffer[:start]
+        return (message for message, _ in self.messages_with_attachments())
 
     def messages_with_attachments(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the message and the attachment of each complete frame, under the same rules."""
+        """Yield the message and the attachment of each complete frame, under the same rules; b"" for no attachment."""
         buffer, header_bytes, unpack_header = self._buffer, self._format.header_bytes, self._format.unpack_header
         start = 0
         try:
             while len(buffer) - start >= header_bytes:
-                length, attachment_length = unpack_header(buffer, start)
+                length, *attachment = unpack_header(buffer, start)
+                attachment_length = sum(attachment)  # a format without attachments has no second number
                 if length > self.max_bytes or attachment_length > self.max_attachment_bytes:
                     raise FrameTooLongError(max(length, attachment_length))
                 begin = start + header_bytes

@@ -13,7 +13,7 @@ from rankless.records.run_summary import AgentProcess
 
 LIVE_RUN_NAME = "rankless-live-run"
 """The name of the file in memory that has the record of a run."""
-LAYOUT = 2
+LAYOUT = 3
 """Grows when this record or a page that it names changes its meaning."""
 
 ProcessStage = Literal["starting", "serves", "restarting", "ended"]
@@ -36,20 +36,32 @@ class LiveWorker(msgspec.Struct, frozen=True, kw_only=True):
     exit_code: int | None = None
 
 
-class LiveProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of the run beside its workers."""
+class ProcessRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of the run beside its workers, for tables, `rankless status` and the watchdog."""
 
     role: str
+    """What the process is called in tables and messages; its number follows, as in "server 1"."""
     index: int
+    """Its number among the processes of the role of all hosts."""
+    process_id: int
     address: str
     log_file: str
-    process_id: int
-    stage: ProcessStage
-    restarts: int
     copy_of: int | None = None
     """The process of which it is the copy; None if it is none."""
-    page: int | None = None
+    stage: ProcessStage = "serves"
+    restarts: int = 0
+    status_descriptor: int | None = None
     """The agent's descriptor of its status page; None if it has none."""
+
+    @property
+    def name(self) -> tuple[str, int]:
+        """Its role and its number: no other process of the run has both."""
+        return self.role, self.index
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether it has died and no other process serves in its place yet."""
+        return self.stage == "restarting"
 
 
 class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,9 +85,9 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     """The name of each host; "" if there is one."""
     workers: tuple[LiveWorker, ...]
     """Those of all hosts, in the order of their ranks."""
-    process_count: int
-    """The number of processes beside the workers, of all hosts."""
-    processes: tuple[LiveProcess, ...] = ()
+    process_counts: dict[str, int] = {}
+    """The number of processes beside the workers, of all hosts, by what they are called."""
+    processes: tuple[ProcessRow, ...] = ()
     """None before they have started, nor once they have ended."""
     lost_hosts: tuple[str, ...] = ()
     """The names of the lost hosts, without which the run continues."""

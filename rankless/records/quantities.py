@@ -47,13 +47,35 @@ def _format_number(number: float) -> str:
     return f"{number:.3g}" if number < 99.95 else f"{number:,.0f}"
 
 
+def format_sample_rate(samples_per_second: float) -> str:
+    """Format a rate of samples, like "8,140 samples/s" or "2.5 samples/s"."""
+    digits = ",.0f" if samples_per_second >= 10 else ".2g"
+    return f"{samples_per_second:{digits}} samples/s"
+
+
+def format_count(number: int, noun: str) -> str:
+    """Format a number with its noun, in the plural where it needs it, like "1 worker", "1,000 steps" or "2 batches"."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{plural}"
+
+
+def find_runs(numbers: Sequence[int]) -> list[list[int]]:
+    """Return sorted numbers in runs of consecutive ones."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
+
+
+def format_ranges(numbers: Sequence[int]) -> list[str]:
+    """Format each run of sorted numbers, like "0-3" and "8"."""
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in find_runs(numbers)]
+
+
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks as "ranks 0, 2", and long runs as "ranks 0-6, 9"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in find_runs(ranks)]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"

@@ -94,6 +94,9 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     worker_count: int
     """Of all hosts."""
     server_count: int
+    """Processes beside the workers, of all hosts."""
+    process_counts: dict[str, int]
+    """The same by what the processes are called, such as "server"."""
     steps: int | None
     """Calls of the train job that is called most often; without jobs, steps of rank 0's optimizers, or on another host
     than rank 0's those of its first rank. None if unknown."""

@@ -1,11 +1,12 @@
 """The summary of a run: what `run.json` in its log folder has, and what `rankless run --json` writes."""
 
+from collections.abc import Iterable
 from typing import Literal
 
 import msgspec
 
-RESULT_ROLE = "server"
-"""The role whose processes have fields of their own in these results, which are older than roles."""
+OLDER_FIELDS_ROLE = "server"
+"""The role for which `servers` and the fields like it, which are older than roles, repeat what `processes` says."""
 Outcome = Literal["running", "succeeded", "failed", "interrupted"]
 
 
@@ -13,11 +14,15 @@ class RunFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The root cause of a failure."""
 
     rank: int | None
-    """None if a server is the root cause, or a host that has servers alone."""
+    """None if a process beside the workers is the root cause, or a host that has no workers."""
+    role: str = ""
+    """What the process beside the workers is called that is the root cause, such as "server"; "" if none is."""
+    number: int | None = None
+    """The number of that process; None if none is the root cause."""
     server: int | None = None
-    """The server that is the root cause; None if a rank is."""
+    """The server that is the root cause; None if none is."""
     host: str
-    """The name of the host of the rank or server, or of the host that was lost; "" if the job has one host."""
+    """The name of the host of the rank or process, or of the host that was lost; "" if the job has one host."""
     error: str
     """What happened, like "raised ValueError: no data"."""
     line: str
@@ -41,6 +46,21 @@ class RankSummary(msgspec.Struct, frozen=True, kw_only=True):
     """Where it was when it was killed, because it had not ended in time after a signal to the run; else None."""
 
 
+class RoleSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes of one role of a run, of all hosts."""
+
+    role: str
+    """What one of them is called, such as "server"."""
+    count: int
+    """Their number, with copies."""
+    replicas: int = 0
+    """How many copies each process has."""
+    restarts: tuple[int, ...] = ()
+    """How often each was started again after it had died, in their order."""
+    lost: tuple[int, ...] = ()
+    """The numbers of the lost ones, without which the run continued."""
+
+
 class AgentProcess(msgspec.Struct, frozen=True, kw_only=True):
     """The process that supervises a run on one host, and where it has the record for `rankless status`."""
 
@@ -62,6 +82,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The whole command line."""
     workers: int
     """The number of workers, of all hosts together."""
+    processes: tuple[RoleSummary, ...] = ()
+    """The processes beside the workers, by role."""
     servers: int = 0
     """The number of servers, with copies."""
     replicas: int = 0
@@ -98,6 +120,20 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     ranks: tuple[RankSummary, ...] = ()
     agent: AgentProcess | None = None
     """None once the run has ended, and outside Linux."""
+
+
+def with_processes(summary: RunSummary, processes: Iterable[RoleSummary]) -> RunSummary:
+    """Return a summary with these processes, and with those of `OLDER_FIELDS_ROLE` in the older fields too."""
+    known = tuple(processes)
+    older = next((each for each in known if each.role == OLDER_FIELDS_ROLE), RoleSummary(role="", count=0))
+    return msgspec.structs.replace(
+        summary,
+        processes=known,
+        servers=older.count,
+        replicas=older.replicas,
+        server_restarts=older.restarts,
+        lost_servers=older.lost,
+    )
 
 
 class RunProgram(msgspec.Struct, frozen=True, kw_only=True):

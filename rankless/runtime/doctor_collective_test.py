@@ -1,6 +1,5 @@
 """One host's process of the doctor's collective test: all hosts sum tensors with Gloo, as a job would."""
 
-import socket
 import statistics
 import sys
 import time
@@ -13,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from rankless.config import environment
-from rankless.records.collective_test_messages import (
+from rankless.config.hosts import listen_on
+from rankless.records.doctor_records import (
     MARK,
     AllReduceFailed,
     AllReduceResult,
@@ -55,8 +55,7 @@ def _serve() -> None:
 
 def _open_store(address: str) -> tuple[Any, int]:
     # torch's store would listen on all interfaces.
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listening = socket.create_server((address, 0), family=family, backlog=1024)
+    listening = listen_on(address)
     port = int(listening.getsockname()[1])
     store = dist.TCPStore(  # type: ignore[attr-defined]  # public, missing in the stubs
         address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()

@@ -25,7 +25,6 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.config.extensions import list_aliases
-from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless, names_word
 from rankless.config.worker_config import HostConfig, WorkerLaunch
 from rankless.records.encoding import encode_json
@@ -44,7 +43,7 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
-from rankless.runtime.shutdown.connections import cut_connections, end_shared_groups
+from rankless.runtime.release_waiting_ranks import cut_connections, end_shared_groups
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker
 from rankless.terminal import process_title
@@ -53,8 +52,8 @@ TORCH_MODULES = (
     "torch",
     "torch.distributed",
     "rankless.runtime.hooks.torch_settings",
-    "rankless.runtime.hooks.numpy_settings",
-    "rankless.runtime.hooks.sampler_epoch_warning",
+    "numpy.random",  # numpy imports it at its first use, which takes 8 ms in each worker
+    "rankless.runtime.hooks.script_mistakes",
 )
 JOB_MODULES = (
     "torch._functorch.aot_autograd",
@@ -68,7 +67,7 @@ JOB_MODULES = (
 OPTIMIZER_MODULES = ("torch._dynamo",)
 """What the first optimizer of a process imports, which takes about as long as PyTorch itself."""
 
-GROUP_MODULES = ("rankless.runtime.hooks.default_group", "rankless.runtime.rendezvous.process_group")
+GROUP_MODULES = ("rankless.runtime.hooks.init_process_group", "rankless.runtime.process_groups")
 
 Cores = set[int] | None
 
@@ -80,7 +79,7 @@ def main(fast_exit: FastExit) -> Callable[[], None] | None:
     cores = prepare_process()
     warm = config.warm and preload_modules(
         with_jobs=names_rankless(config.program),
-        more=(*_alias_modules(config.program), *_optimizer_modules(config.program), *_group_modules(config)),
+        more=_list_more_modules(config),
     )
     if config.warm and not warm:
         _notify(config, "the workers start as plain processes, because torch is not installed or has started threads")
@@ -114,23 +113,18 @@ def preload_modules(*, with_jobs: bool, more: tuple[str, ...] = ()) -> bool:
     return thread_count() == 1
 
 
-def _group_modules(config: HostConfig) -> tuple[str, ...]:
-    """Return what to preload for workers that make their process group in shared memory."""
-    own = ("shared_memory", "hierarchical")
-    wants = any(each.config.backend in own and each.config.world_size > 1 for each in config.workers)
-    return GROUP_MODULES if wants else ()
-
-
-def _optimizer_modules(program: Program) -> tuple[str, ...]:
-    """Return what to preload for programs that make an optimizer: a second of each worker."""
-    return OPTIMIZER_MODULES if names_word(program, "optim") else ()
-
-
-def _alias_modules(program: Program) -> tuple[str, ...]:
-    """Return what to preload for the aliased packages that the program names: a second and more of each worker."""
-    aliases = list_aliases()
+def _list_more_modules(config: HostConfig) -> tuple[str, ...]:
+    """Return what else to preload for the program, which each worker would import itself otherwise."""
+    program, aliases = config.program, list_aliases()
+    # The aliased packages that the program names take a second and more.
     named = [name for name in aliases if names_word(program, name) and is_alias_active(name)]
-    return tuple(module for name in named for module in aliases[name].preload)
+    modules = [module for name in named for module in aliases[name].preload]
+    if names_word(program, "optim"):
+        modules += OPTIMIZER_MODULES
+    shares_memory = ("shared_memory", "hierarchical")
+    if any(each.config.backend in shares_memory and each.config.world_size > 1 for each in config.workers):
+        modules += GROUP_MODULES
+    return tuple(modules)
 
 
 def serve_run(config: HostConfig, *, fast_exit: FastExit, warm: bool, cores: Cores) -> Callable[[], None] | None:
@@ -197,6 +191,7 @@ class ForkServer:
             if self._launches is not None:
                 selector.register(self._launches, selectors.EVENT_READ)
             self._reap()
+            # As long as the agent may ask for one more, the server outlives its last worker.
             while self._workers or self._launches is not None:
                 selector.select()
                 with contextlib.suppress(BlockingIOError):
@@ -244,7 +239,7 @@ class ForkServer:
         except BlockingIOError:
             return
         except OSError:
-            commands = b""
+            commands = b""  # as at the end of file: the agent is gone
         if not commands or KILL in commands:
             self._end_all()
             return
@@ -287,7 +282,7 @@ class ForkServer:
             *config.terminal,
         ]
         process = subprocess.Popen(
-            python_command("rankless.runtime.unforked_worker"),
+            python_command("rankless.runtime.worker"),
             stdin=subprocess.PIPE,
             pass_fds=[descriptor for descriptor in kept if descriptor is not None],
         )

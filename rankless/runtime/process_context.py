@@ -24,8 +24,7 @@ from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.joint_events import JointEvents
-from rankless.context.step_events import StepEvents, StepParticipant
-from rankless.context.step_limit import StepLimit
+from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
@@ -33,8 +32,7 @@ from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
-from rankless.runtime.recovery.round_world import join_round_world
-from rankless.runtime.recovery.worker_recovery import WorkerRecovery
+from rankless.runtime.process_groups import make_world_group, make_world_mesh
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.job_rendezvous import (
     RendezvousInfo,
@@ -42,10 +40,9 @@ from rankless.runtime.rendezvous.job_rendezvous import (
     print_notice,
 )
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
-from rankless.runtime.rendezvous.process_group import make_world_group
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
-from rankless.runtime.world_mesh import make_world_mesh
+from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world
 from rankless.user_code import caller_line
 from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.jobs_and_models_survey import survey_script
@@ -89,7 +86,9 @@ class ProcessContext:
         member = None
         if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
-        recovery = None if member is None else WorkerRecovery(member, self, joint)
+        recovery = None
+        if member is not None:
+            recovery = WorkerRecovery(member, joint, join_round=self.join_round, enter=self.enter)
         self.world = World(
             mesh=workers if joint.workers is None else Mesh.solo(mesh.device),
             joint=joint,
@@ -363,7 +362,8 @@ def _select_device(local_rank: int) -> tuple[torch.device, Backend]:
 
 def _synchronize_seeds(mesh: Mesh, context: ProcessContext) -> None:
     """Seed all ranks' generators with rank 0's seed, and notify the user, if the seeds differ."""
-    seeds = [int.from_bytes(data, "little") for data in all_gather_bytes(_seed_bytes(), mesh=mesh)]
+    own = (torch.initial_seed() % 2**64).to_bytes(8, "little")
+    seeds = [int.from_bytes(data, "little") for data in all_gather_bytes(own, mesh=mesh)]
     if len(set(seeds)) == 1:
         return  # as under `rankless run`
     torch.manual_seed(seeds[0])
@@ -373,10 +373,6 @@ def _synchronize_seeds(mesh: Mesh, context: ProcessContext) -> None:
         "the ranks' random generators started from different seeds; from here on all continue from rank 0's "
         "(models made before get rank 0's values at a job's first call)"
     )
-
-
-def _seed_bytes() -> bytes:
-    return (torch.initial_seed() % 2**64).to_bytes(8, "little")
 
 
 def _use_device(name: str) -> torch.device:

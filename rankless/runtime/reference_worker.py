@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.step_limit import StepLimit
+from rankless.context.step_events import StepLimit
 from rankless.records.recorded_calls import ScriptSurvey
 from rankless.verify.recording.reference_recorder import ReferenceRecorder
 from rankless.verify.recording.run_recorder import RunRecorder

@@ -21,7 +21,7 @@ from rankless.errors import RanklessError
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.hooks import import_aliases
-from rankless.runtime.hooks.default_group import use_fastest_group
+from rankless.runtime.hooks.init_process_group import use_fastest_group
 from rankless.runtime.process_tree import set_parent_death_signal
 from rankless.runtime.rendezvous.job_rendezvous import print_notice
 from rankless.runtime.user_program import unload_shadowed

@@ -117,16 +117,13 @@ def unload_shadowed(folder: str) -> None:
     for entry in entries:
         name, extension = os.path.splitext(entry)
         path = os.path.join(folder, entry)
+        file = path if extension else os.path.join(path, "__init__.py")
         is_module = extension == ".py" or os.path.isfile(os.path.join(path, "__init__.py"))
         if not is_module or name not in sys.modules or name in LOADED_AT_START | {"rankless"}:
             continue
         origin = getattr(sys.modules[name], "__file__", None)
         # Modules without a file are the interpreter's own. In plain Python no script can shadow them either.
-        if origin is None or _same_file(origin, path if extension else os.path.join(path, "__init__.py")):
+        if origin is None or os.path.realpath(origin) == os.path.realpath(file):
             continue
         for key in [key for key in sys.modules if key.partition(".")[0] == name]:
             del sys.modules[key]
-
-
-def _same_file(one: str, other: str) -> bool:
-    return os.path.realpath(one) == os.path.realpath(other)

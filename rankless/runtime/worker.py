@@ -16,30 +16,44 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.extensions import ImportAlias
-from rankless.config.import_time_variables import changes_too_late
 from rankless.config.run_config import Program
 from rankless.config.script_source import names_rankless
 from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished, send_record
+from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.hooks import import_aliases, tensorboard_writers
+from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.debugging import (
     extend_timeouts,
     refuse_breakpoints,
     refuse_distributed_breakpoints,
     refuse_pdb,
 )
-from rankless.runtime.hooks.file_writes import FileWriteMonitor
 from rankless.runtime.hooks.import_hook import FirstImportHook
-from rankless.runtime.hooks.nested_spawn_warning import warn_on_nested_spawn
+from rankless.runtime.hooks.written_files import TENSORBOARD_WRITER, FileWriteMonitor, silence_writers
 from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
 from rankless.runtime.redirect_output import measure_error_log, redirect_output, take_terminal
-from rankless.runtime.shutdown.exception_cause import find_cause, read_message
 from rankless.runtime.status_publisher import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title
 
 _MAX_TEXT_CHARACTERS = 16_000
+
+
+def main(fast_exit: FastExit) -> Callable[[], None]:
+    """Be a worker that starts as a plain process (`--no-warm`), whose script itself imports torch.
+
+    Reads the config from standard input, and returns the function that runs the user's program.
+    """
+    host = msgspec.json.decode(sys.stdin.buffer.read(), type=HostConfig)
+    (launch,) = host.workers
+    config = launch.config
+    inherited = (host.records_descriptor, config.rounds_descriptor, config.recovery_descriptor, *config.inherited)
+    for descriptor in inherited:
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    worker = make_worker(launch, host, fast_exit, hide_torch=False)
+    return worker.exec if host.program.kind == "command" else worker.run
 
 
 def start_forked_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit) -> "WorkerProcess":
@@ -102,7 +116,7 @@ class WorkerProcess:
         """Install the import aliases, and the hook that sets up torch and numpy when the script imports them."""
         actions = {"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy}
         if self._config.rank > 0:
-            actions[tensorboard_writers.MODULE] = self._silence_tensorboard
+            actions[TENSORBOARD_WRITER] = self._silence_tensorboard
         if not self._config.terminal:
             actions["pdb"] = lambda: refuse_pdb(self._config.rank)
         if "pdb" in sys.modules and "pdb" in actions:
@@ -119,7 +133,7 @@ class WorkerProcess:
         """Set up torch at once: preloaded modules have bound it, so the script may use it without an import."""
         self.install_import_hooks(hide_torch=False)
         self._set_up_torch(late=False)
-        if self._config.rank > 0 and tensorboard_writers.MODULE in sys.modules:
+        if self._config.rank > 0 and TENSORBOARD_WRITER in sys.modules:
             self._silence_tensorboard()
 
     def run(self) -> None:
@@ -198,7 +212,7 @@ class WorkerProcess:
         if self._config.observation.is_reference or self._config.observation.is_foreign:
             importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
         if self._may_share_memory():
-            importlib.import_module("rankless.runtime.hooks.default_group").use_fastest_group(
+            importlib.import_module("rankless.runtime.hooks.init_process_group").use_fastest_group(
                 self._config.rank,
                 self._config.world_size,
                 self._notify,
@@ -210,12 +224,14 @@ class WorkerProcess:
         if self._config.is_debugged:
             extend_timeouts(importlib.import_module("torch.distributed.distributed_c10d"), distributed)
         if self._config.rounds_descriptor is None:  # the ranks of an elastic job change
-            importlib.import_module("rankless.runtime.hooks.run_store").use_run_store(self._config)
+            importlib.import_module("rankless.runtime.hooks.init_process_group").use_run_store(self._config)
         if self._file_writes is not None:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
-        if self._config.rank == 0:
-            self._warn_of_mistakes()
-        names = changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
+        if self._config.rank == 0:  # all ranks run the same script
+            importlib.import_module("rankless.runtime.hooks.script_mistakes").warn_of_mistakes(
+                self._notify, world_size=self._config.world_size
+            )
+        names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(
                 f"{', '.join(names)} set too late: torch was imported before the script set it; "
@@ -228,16 +244,6 @@ class WorkerProcess:
         wants = config.backend in ("shared_memory", "hierarchical")
         return wants and config.world_size > 1 and config.rounds_descriptor is None
 
-    def _warn_of_mistakes(self) -> None:
-        """Install the hooks that warn about mistakes. All ranks run the same script, so rank 0 is enough."""
-        importlib.import_module("rankless.runtime.hooks.sampler_epoch_warning").warn_on_missing_set_epoch(self._notify)
-        if self._config.world_size > 1:
-            multiprocessing = importlib.import_module("torch.multiprocessing")
-            warn_on_nested_spawn(multiprocessing, self._notify, world_size=self._config.world_size)
-            importlib.import_module("rankless.runtime.hooks.separate_training_warning").warn_on_separate_training(
-                self._notify, world_size=self._config.world_size
-            )
-
     def _warn_of_installed(self, alias: ImportAlias, file: str) -> None:
         # Its own launcher's variables bring it together with the other ranks, or that launcher warns itself.
         size = self._config.world_size
@@ -248,11 +254,13 @@ class WorkerProcess:
     def _silence_tensorboard(self) -> None:
         # Ranks of other programs may each have a writer on purpose.
         if names_rankless(self._program):
-            module = sys.modules[tensorboard_writers.MODULE]
-            tensorboard_writers.silence_writers(module, rank=self._config.rank, notify=self._notify)
+            module = sys.modules[TENSORBOARD_WRITER]
+            silence_writers(module, rank=self._config.rank, notify=self._notify)
 
     def _set_up_numpy(self) -> None:
-        importlib.import_module("rankless.runtime.hooks.numpy_settings").seed(self._config.seed)
+        # With None it draws a seed, so that forks of one process differ.
+        seed = None if self._config.seed is None else self._config.seed % 2**32
+        importlib.import_module("numpy.random").seed(seed)
 
     def _notify(self, text: str) -> None:
         self._send(Notice(rank=self._config.rank, time_ns=time.monotonic_ns(), text=text))

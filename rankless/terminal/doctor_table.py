@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rankless.records.check_results import CheckResult
+from rankless.records.doctor_records import CheckResult
+from rankless.records.quantities import format_count
 
 PLAIN_WIDTH = 120
 """Width of the table if the output is not a terminal."""
@@ -137,9 +138,5 @@ def _make_table(rows: Sequence[CheckResult], name_width: int, *, shows_place: bo
 
 def _format_verdict(causes: Sequence[FailureCause], *, checks: int, warnings: int) -> str:
     if causes:
-        return f"{_count(len(causes), 'cause')} found:"
-    return f"healthy: {_count(checks, 'check')}, {_count(warnings, 'warning')}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+        return f"{format_count(len(causes), 'cause')} found:"
+    return f"healthy: {format_count(checks, 'check')}, {format_count(warnings, 'warning')}"

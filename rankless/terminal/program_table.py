@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from rankless.records.gather_places import GatherPlace, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
     JobMemory,
@@ -19,8 +18,15 @@ from rankless.records.job_programs import (
     ReplicatedOperator,
     TableLookup,
 )
-from rankless.records.module_groups import ModuleGroup, format_modules, group_by_module
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.program_modules import (
+    GatherPlace,
+    ModuleGroup,
+    describe_gather_place,
+    format_modules,
+    group_by_module,
+    list_gather_places,
+)
+from rankless.records.quantities import format_count, format_decimal_bytes
 
 WIDTH = 100
 """Columns if the output is not a terminal."""
@@ -95,7 +101,7 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
 def render_plan(report: PlanReport, width: int = WIDTH) -> str:
     """Format all jobs, one below the other, wrapped to `width` columns, at least 40. Nothing is cut off."""
     lines = [line for job in report.jobs for line in ("", *_render_job(job, report.servers, max(width, MIN_WIDTH)))]
-    steps = _count(report.steps, "training step")
+    steps = format_count(report.steps, "training step")
     texts = [f"{_name(job)} was not called within {steps}; increase --steps" for job in report.not_reached]
     texts += [
         f"{_name(job)} is not compiled, so it has no plan: view='mirrored' or capture=False"
@@ -109,7 +115,7 @@ def _render_job(job: PlannedJob, servers: int, width: int) -> Iterator[str]:
     """Yield the lines of a job, whose tables have their rows on some servers, if there are any."""
     program = job.program
     kind = "train job" if program.trains else "predict job"
-    yield from _wrap(f"{kind} {program.job} ({_shorten_line(program.line)}): {program.operators} operators", width)
+    yield from _wrap(f"{kind} {program.job} ({os.path.basename(program.line)}): {program.operators} operators", width)
     for kind in ("argument", "parameter", "buffer", "constant"):
         for text in _describe_inputs(kind, [item for item in program.inputs if item.kind == kind]):
             yield from _wrap(text, width, indent=2)
@@ -132,10 +138,10 @@ def _render_job(job: PlannedJob, servers: int, width: int) -> Iterator[str]:
     if job.memory is not None:
         yield from _wrap(_describe_memory(job.memory), width, indent=2)
     if program.recomputed:
-        count = _count(program.recomputed, "operator")
+        count = format_count(program.recomputed, "operator")
         yield from _wrap(f"computed again for gradients, to save memory: {count}", width, indent=2)
     for place in job.gather_places:
-        yield from _wrap(f"{_shorten_line(place.line)}: {describe_gather_place(place)}", width, indent=4)
+        yield from _wrap(f"{os.path.basename(place.line)}: {describe_gather_place(place)}", width, indent=4)
     yield from _wrap(_describe_operators_without_rule(program), width, indent=2)
     if program.probed:
         yield from _wrap(_describe_probed_operators(program), width, indent=2)
@@ -144,16 +150,18 @@ def _render_job(job: PlannedJob, servers: int, width: int) -> Iterator[str]:
 def _render_pipeline(pipeline: PipelineRecord, width: int) -> Iterator[str]:
     """Yield what is known of the stages of a pipeline."""
     head = (
-        f"pipeline: {_count(len(pipeline.stages), 'stage')}, schedule {pipeline.schedule}, "
-        f"{_count(pipeline.microbatches, 'microbatch')}; with equal stages workers wait "
+        f"pipeline: {format_count(len(pipeline.stages), 'stage')}, schedule {pipeline.schedule}, "
+        f"{format_count(pipeline.microbatches, 'microbatch')}; with equal stages workers wait "
         f"{pipeline.idle_fraction:.0%} of the time"
     )
     yield from _wrap(head, width, indent=2)
     for number, stage in enumerate(pipeline.stages):
+        held = stage.held_microbatches
+        activations = f"; holds activations of {format_count(held, 'microbatch')}" if held else ""
         yield from _wrap(
             f"stage {number} on {_list_workers(stage.workers)}, from {stage.begins or 'the start'}: "
-            f"{_count(stage.operators, 'operator')}, {_count(stage.parameters, 'parameter')}, "
-            f"{format_decimal_bytes(stage.parameter_bytes)}{_describe_held(stage.held_microbatches)}",
+            f"{format_count(stage.operators, 'operator')}, {format_count(stage.parameters, 'parameter')}, "
+            f"{format_decimal_bytes(stage.parameter_bytes)}{activations}",
             width,
             indent=4,
         )
@@ -163,7 +171,7 @@ def _render_lookups(program: JobProgram, servers: int, width: int) -> Iterator[s
     """Yield the lookups of rows in tables. Equal ones share a line."""
     if servers:
         move = "read the rows of different ids" + ", and send their gradients" * program.trains
-        head = f"rows of tables, on {_count(servers, 'server')}: in a call workers {move}"
+        head = f"rows of tables, on {format_count(servers, 'server')}: in a call workers {move}"
     else:
         move = ": in a call each sends the gradients of its different ids to all" if program.trains else ""
         head = f"rows of tables, all in every worker{move}"
@@ -175,8 +183,8 @@ def _render_lookups(program: JobProgram, servers: int, width: int) -> Iterator[s
         lookup, count = members[0], len(members)
         modules = format_modules((item.module, item.module_type) for item in members)
         size = format_decimal_bytes(lookup.ids * lookup.row_bytes)
-        each = f"{_count(count, 'lookup')} of at most {lookup.ids:,} ids, {size}{' each' if count > 1 else ''}"
-        text = f"{_shorten_line(lookup.line)}: {each}{f', in {modules}' if modules else ''}"
+        each = f"{format_count(count, 'lookup')} of at most {lookup.ids:,} ids, {size}{' each' if count > 1 else ''}"
+        text = f"{os.path.basename(lookup.line)}: {each}{f', in {modules}' if modules else ''}"
         yield from _wrap(text, width, indent=4)
 
 
@@ -184,16 +192,12 @@ def _list_workers(workers: Sequence[int]) -> str:
     return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
 
 
-def _describe_held(count: int) -> str:
-    return f"; holds activations of {_count(count, 'microbatch')}" if count else ""
-
-
 def _describe_total(job: PlannedJob) -> str:
     """Describe how much moves in a call."""
     if not job.program.moves:
         return "total: nothing moves"
     return (
-        f"total: {_count(len(job.program.moves), 'move')}, {format_decimal_bytes(job.moved_bytes)} of values; "
+        f"total: {format_count(len(job.program.moves), 'move')}, {format_decimal_bytes(job.moved_bytes)} of values; "
         f"each worker sends {format_decimal_bytes(job.sent_bytes)} (ring collectives)"
     )
 
@@ -219,12 +223,12 @@ def _describe_gathers(program: JobProgram) -> str:
     outputs = [move for move in program.moves if move.gathered and move.purpose == "output"]
     if inputs:
         size = format_decimal_bytes(sum(move.bytes for move in inputs))
-        parts.append(f"{_count(len(inputs), 'value')}, {size}")
+        parts.append(f"{format_count(len(inputs), 'value')}, {size}")
     if program.whole_operators:
         parts.append(f"every worker computes {program.whole_operators} of {program.operators} operators in full")
     if outputs:
         size = format_decimal_bytes(sum(move.bytes for move in outputs))
-        parts.append(f"{_count(len(outputs), 'output')} of the job, {size}")
+        parts.append(f"{format_count(len(outputs), 'output')} of the job, {size}")
     return f"gathered on every worker: {'; '.join(parts) or 'none'}"
 
 
@@ -245,7 +249,7 @@ def _describe_probed_operators(program: JobProgram) -> str:
 def _list_operators(items: Sequence[ReplicatedOperator | ProbedOperator]) -> list[str]:
     """Return each operator with its line and module."""
     return [
-        f"{item.operator} ({_shorten_line(item.line)}{f', {item.module}' if item.module else ''})" for item in items
+        f"{item.operator} ({os.path.basename(item.line)}{f', {item.module}' if item.module else ''})" for item in items
     ]
 
 
@@ -256,7 +260,7 @@ def _describe_inputs(kind: str, items: Sequence[ProgramInputRecord]) -> Iterator
         groups.setdefault(item.placement, []).append(item)
     for placement, members in groups.items():
         size = format_decimal_bytes(sum(item.bytes for item in members))
-        yield f"{_count(len(members), kind)}, {size}: {placement}"
+        yield f"{format_count(len(members), kind)}, {size}: {placement}"
 
 
 def _render_moves(moves: Sequence[ProgramCommunication], width: int) -> Iterator[str]:
@@ -273,7 +277,7 @@ def _render_moves(moves: Sequence[ProgramCommunication], width: int) -> Iterator
             f"{f'{count} x' if count > 1 else '':>6} {'~' if move.overlapped else ' '} {move.kind:10} "
             f"{format_decimal_bytes(move.bytes):>7} {format_decimal_bytes(move.sent_bytes):>7}"
         )
-        yield from _hang(head, f"{_shorten_line(move.line)}: {_describe_reason(members)}", width)
+        yield from _hang(head, f"{os.path.basename(move.line)}: {_describe_reason(members)}", width)
 
 
 def _describe_reason(moves: Sequence[ProgramCommunication]) -> str:
@@ -307,15 +311,7 @@ def _wrap(text: str, width: int, indent: int = 0) -> list[str]:
 
 
 def _name(job: DefinedJob) -> str:
-    return f"job {job.job} ({_shorten_line(job.line)})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
-
-
-def _shorten_line(line: str) -> str:
-    return os.path.basename(line)
+    return f"job {job.job} ({os.path.basename(job.line)})"
 
 
 def render_modules(groups: Sequence[ModuleGroup]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankless.records.events import Progress
+from rankless.records.quantities import format_sample_rate
 from rankless.terminal.cursor_tracker import CursorTracker
 
 PLAIN_INTERVAL_SECONDS = 5.0
@@ -118,8 +119,7 @@ def _format_fields(progress: Progress) -> list[str]:
     if progress.loss is not None:
         fields.append(f"loss {_format_loss(progress.loss)}")
     if progress.samples_per_second > 0:
-        rate = progress.samples_per_second
-        fields.append(f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
+        fields.append(format_sample_rate(progress.samples_per_second))
     if progress.seconds_left is not None:
         fields.append(f"{_format_duration(progress.seconds_left)} left")
     return fields

@@ -2,7 +2,6 @@
 
 import importlib
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rankless.records.events import AnyRecord, Progress
@@ -25,9 +24,7 @@ class ProgressObserver:
     def __enter__(self) -> "ProgressObserver":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._display is not None:
             self._display.close()
 

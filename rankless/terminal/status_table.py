@@ -1,12 +1,11 @@
 """The status of a run as text: a heading, a table of workers, one of other processes, and one of tables of rows."""
 
-import os
 from collections.abc import Sequence
 
-from rankless.records.quantities import format_bytes, format_seconds
+from rankless.records.quantities import format_bytes, format_count, format_seconds
 from rankless.records.run_status import RunStatus, ServerReport, WorkerReport
-from rankless.records.run_summary import RESULT_ROLE
 from rankless.records.server_activity import TableActivity
+from rankless.user_code import shorten_path
 
 _MOST_PROGRAM_CHARACTERS = 100
 _UNKNOWN = "-"
@@ -63,17 +62,14 @@ def _format_state(status: RunStatus) -> str:
 
 
 def _format_figures(status: RunStatus) -> str:
-    parts = [_count(status.worker_count, "worker")]
-    if status.server_count:  # of all hosts, where `servers` has those of this one
-        roles = {process.role for process in status.servers} or {RESULT_ROLE}
-        parts.append(
-            _count(status.server_count, roles.pop()) if len(roles) == 1 else f"{status.server_count} other processes"
-        )
+    parts = [format_count(status.worker_count, "worker")]
+    # Of all hosts, where `servers` has those of this one.
+    parts += [format_count(count, role) for role, count in status.process_counts.items() if count]
     if status.steps is not None:
-        parts.append(_count(status.steps, "step"))
+        parts.append(format_count(status.steps, "step"))
     if status.samples_per_second is not None:
         parts.append(f"{_format_number(status.samples_per_second)} samples/s")
-    return f"{', '.join(parts)}; logs in {_shorten(status.log_folder)}"
+    return f"{', '.join(parts)}; logs in {shorten_path(status.log_folder)}"
 
 
 def _format_workers(status: RunStatus) -> list[str]:
@@ -215,14 +211,5 @@ def _format_number(number: float) -> str:
     return f"{number:,.0f}" if number >= 99.5 or number == 0 else f"{number:.3g}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def _or_unknown(number: int | None) -> str:
     return _UNKNOWN if number is None else str(number)
-
-
-def _shorten(path: str) -> str:
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -184,11 +184,11 @@ def _describe_run(config: RunConfig) -> str:
     words = [f"{config.worker_count} worker{'s' if config.worker_count != 1 else ''}"]
     if config.cluster is not None:
         words = [f"{sum(host.workers for host in config.cluster.hosts)} workers on {len(config.cluster.hosts)} hosts"]
-    words += ["perturbed"] if config.perturbation_seed is not None else []
-    words += [config.dtype] if config.dtype is not None else []
-    words += [os.path.basename(config.program.target)] if config.observation.is_reference else []
-    words += ["no job: its steps"] if config.observation.is_foreign else []
-    words += ["every value"] if config.observation.inspected is not None else []
+    words += ["perturbed"] if config.request.perturbation_seed is not None else []
+    words += [config.request.dtype] if config.request.dtype is not None else []
+    words += [os.path.basename(config.program.target)] if config.request.observation.is_reference else []
+    words += ["no job: its steps"] if config.request.observation.is_foreign else []
+    words += ["every value"] if config.request.observation.inspected is not None else []
     return ", ".join(words)
 
 

@@ -14,7 +14,7 @@ NAMED = {
     "rankless/runtime/process_context.py": "likewise",
     "rankless/runtime/rendezvous/job_rendezvous.py": "likewise; advises users of mpirun",
     "rankless/runtime/redirect_output.py": "compares with torchrun",
-    "rankless/runtime/hooks/destroyed_groups.py": "compares with torchrun",
+    "rankless/runtime/hooks/torch_settings.py": "compares with torchrun",
     "rankless/runtime/worker.py": "names the option of each command that starts plain processes",
     "rankless/launch/recovery/driver_actions.py": "elastic jobs are Horovod's so far",
     "rankless/launch/recovery/membership.py": "likewise",

@@ -16,7 +16,7 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ReplicatedOperator,
 )
-from rankless.records.module_groups import group_by_module
+from rankless.records.program_modules import group_by_module
 from rankless.records.quantities import format_decimal_bytes
 from rankless.terminal.program_table import make_plan_report, render_modules, render_plan
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from rankless.config import environment
-from rankless.config.import_time_variables import changes_too_late
+from rankless.config.environment import changes_too_late
 from rankless.config.worker_config import WorkerConfig
 
 

@@ -29,7 +29,7 @@ class Second(JointParticipant):
 
 def test_all_participants_are_closed_also_if_one_raises_an_error():
     events = JointEvents()
-    events._participants |= {"failing": Failing(), "second": Second()}
+    events._by_module |= {"failing": Failing(), "second": Second()}
     with pytest.raises(ValueError, match="no connection"):
         events.close()
     assert CLOSED == ["failing", "second"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankless.context.model_change_detector import ModelChangeDetector
+from rankless.context.changes_outside_jobs import ModelChangeDetector
 
 
 def replace_data(tensor):

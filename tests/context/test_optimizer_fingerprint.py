@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankless.context.optimizer_changes import OptimizerChanges
+from rankless.context.changes_outside_jobs import OptimizerChanges
 from rankless.context.optimizer_fingerprint import OptimizerComparison, encode_hyperparameters
 
 

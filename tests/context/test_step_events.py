@@ -7,8 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from rankless.context.step_events import StepEvents, StepParticipant
-from rankless.context.step_limit import StepLimit
+from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.errors import StepsDone

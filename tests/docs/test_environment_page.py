@@ -10,8 +10,8 @@ from rankless.extensions.servers import config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "environment.md").read_text()
 VARIABLE = re.compile(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK")
-ONE_HOSTS_OWN = {*environment._HOST_SPECIFIC}
-"""Variables that Rankless only leaves out of what it sends to other hosts."""
+NEITHER_READ_NOR_SET = {*environment._HOST_SPECIFIC, *environment._SET_BY_COMPILER}
+"""Variables that Rankless only leaves out of what it sends to other hosts, or out of a warning."""
 
 
 def named_variables() -> set[str]:
@@ -26,7 +26,7 @@ def named_variables() -> set[str]:
         for file in extensions.FOLDER.rglob("*.py")
         for text in re.findall(r'"(RANKLESS_[A-Z_]+)"', file.read_text())
     }
-    return {text for text in texts if VARIABLE.fullmatch(text)} - ONE_HOSTS_OWN | declared | own
+    return {text for text in texts if VARIABLE.fullmatch(text)} - NEITHER_READ_NOR_SET | declared | own
 
 
 def test_the_page_names_every_variable_that_is_read_or_set():

@@ -17,7 +17,7 @@ import rankless
 from rankless.cli import main
 from rankless.config.mesh_option import parse_mesh
 from rankless.config.shared_memory_support import is_supported
-from rankless.context.model_change_detector import ModelChangeDetector
+from rankless.context.changes_outside_jobs import ModelChangeDetector
 from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.call_agreement import fingerprint_tensor

@@ -2,9 +2,19 @@
 
 from pathlib import Path
 
-from rankless.launch.watchdog.phases import PHASES, make_rows
+from rankless.launch.watchdog.phases import PHASES, STARTUP_STALL_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "watchdog.md"
+
+
+def make_rows() -> list[tuple[str, str, str, str]]:
+    """Return the table's rows: phase, which process may wait for which, how recognized, after how long."""
+    rows = []
+    for phase in PHASES:
+        first = max(STARTUP_STALL_SECONDS, phase.least_seconds)
+        later = "" if phase.least_seconds == first else f", after the first step {phase.least_seconds:g} s"
+        rows.append((phase.title, phase.waits, phase.recognized_by, f"{first:g} s{later}"))
+    return rows
 
 
 def test_the_page_shows_the_table_of_the_watchdog():

@@ -363,7 +363,7 @@ class LateErrorSocket(socket.socket):
 def test_a_connect_error_that_appears_late_still_raises(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    monkeypatch.setattr("rankless.launch.rendezvous.connect.socket.socket", LateErrorSocket)
+    monkeypatch.setattr("rankless.launch.rendezvous.reachability.socket.socket", LateErrorSocket)
     with pytest.raises(LeaderUnreachableError, match="no process listens at"):
         connect_to_leader("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
 

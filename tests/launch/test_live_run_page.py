@@ -8,10 +8,9 @@ import msgspec
 import pytest
 
 from rankless.launch.live_run_page import LiveRunPage
-from rankless.launch.roles import ProcessRow
-from rankless.launch.status.running_runs import find_running_runs, read_live_run
+from rankless.launch.status.run_lookup import find_running_runs, read_live_run
 from rankless.records.events import Exited, Notice, ScriptFinished, Started
-from rankless.records.live_run import LAYOUT, LiveRun, LiveWorker
+from rankless.records.live_run import LAYOUT, LiveRun, LiveWorker, ProcessRow
 
 SIZE = 1 << 16
 
@@ -37,7 +36,7 @@ def make_run(**changes: Any) -> LiveRun:
         host=0,
         host_names=("",),
         workers=tuple(LiveWorker(rank=rank, host=0, device="cpu", log_file="") for rank in range(2)),
-        process_count=1,
+        process_counts={"server": 1},
     )
     return msgspec.structs.replace(run, **changes)
 

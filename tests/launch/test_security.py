@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from support.jobs import job_environment
 
-from rankless.launch.access_inventory import FILES, SOCKETS, format_files, format_sockets
+from docs.extensions.access_inventory import FILES, SOCKETS, format_files, format_sockets
 
 PAGE = Path(__file__).parents[2] / "docs/guides/security.md"
 JOB = """

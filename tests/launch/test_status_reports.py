@@ -6,7 +6,7 @@ from rankless.launch.status.readings import ProcessReading, RoleProcessReading, 
 from rankless.launch.status.reports import measure_step_rate, report_running
 from rankless.launch.watchdog.process_stats import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
-from rankless.records.live_run import LiveProcess, LiveRun, LiveWorker, ProcessStage
+from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow, ProcessStage
 from rankless.records.run_status import RunStatus
 from rankless.records.server_activity import ServerActivity
 from rankless.records.worker_status import STEPS_KEPT, WorkerStatus
@@ -68,17 +68,16 @@ def make_run(*, stage: ProcessStage = "serves", servers: int = 1, exit_code: int
         workers=(
             LiveWorker(rank=0, host=0, device="cpu", log_file="rank0.log", page=3, process_id=7, exit_code=exit_code),
         ),
-        process_count=servers,
+        process_counts={"server": servers},
         processes=tuple(
-            LiveProcess(
+            ProcessRow(
                 role="server",
                 index=index,
                 address="ipc:///s",
                 log_file="",
                 process_id=8,
                 stage=stage,
-                restarts=0,
-                page=4,
+                status_descriptor=4,
             )
             for index in range(servers)
         ),

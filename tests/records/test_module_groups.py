@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankless.records.module_groups import format_modules
+from rankless.records.program_modules import format_modules
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from rankless.runtime.shutdown.connections import cut_connections
+from rankless.runtime.release_waiting_ranks import cut_connections
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="cut_connections needs Linux's pidfd_getfd")
 

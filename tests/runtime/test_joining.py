@@ -156,7 +156,7 @@ def test_no_rank_leaves_while_another_still_joins(slow: str, tmp_path: Path) -> 
 
 SHORT_TIMEOUTS = """
 from datetime import timedelta
-from rankless.runtime.rendezvous import process_group
+from rankless.runtime import process_groups as process_group
 process_group.STORE_TIMEOUT, process_group.NOTICE_AFTER_SECONDS = timedelta(seconds=0.5), 0.1
 """
 

@@ -10,7 +10,7 @@ from support.warm_runs import run_script
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from rankless.runtime.hooks.sampler_epoch_warning import SamplerEpochMonitor, warn_on_missing_set_epoch
+from rankless.runtime.hooks.script_mistakes import SamplerEpochMonitor, warn_on_missing_set_epoch
 
 FORGOTTEN = """
 import torch.distributed as dist, torch

@@ -46,7 +46,7 @@ NOT_CONNECTED = "the script has no job and no process group"
 
 
 OBSERVED = """
-from rankless.runtime.hooks.separate_training_warning import warn_on_separate_training
+from rankless.runtime.hooks.script_mistakes import warn_on_separate_training
 
 warnings = []
 warn_on_separate_training(warnings.append, world_size=2)

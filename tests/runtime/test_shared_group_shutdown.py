@@ -11,7 +11,7 @@ from support.processes import on_mesh
 
 from rankless.errors import CollectiveError
 from rankless.parallel.mesh import Mesh
-from rankless.runtime.shutdown.connections import end_shared_groups
+from rankless.runtime.release_waiting_ranks import end_shared_groups
 
 
 def wait_for_a_silent_rank(mesh: Mesh) -> tuple[str, bool]:

@@ -77,7 +77,7 @@ def list_values():
 
 FAULTS = """
 from rankless.ownership import divided_owner, partitioned_tensor, states_of_survivors
-from rankless.runtime.recovery import worker_recovery
+from rankless.runtime import worker_recovery
 
 COUNTS = {}
 

@@ -101,36 +101,21 @@ class FleetrunProfile(LauncherProfile):
     """How fleetrun runs a program."""
 
     settings: FleetrunSettings
-
-    @property
-    def stop_grace_seconds(self) -> float:
-        """As long as Paddle's launcher waits for its processes."""
-        return STOP_GRACE_SECONDS
+    stop_grace_seconds = STOP_GRACE_SECONDS
+    """As long as Paddle's launcher waits for its processes."""
+    shows_summary = False
+    """fleetrun writes none."""
+    withholds_tracebacks = False
+    """fleetrun shows the first worker's log file as it is."""
+    plain_process_option = None
+    """fleetrun has none."""
+    has_private_logs = False
+    """The umask of the user decides who may read them."""
 
     @property
     def run_name(self) -> str | None:
         """`--job_id`."""
         return self.settings.job_id
-
-    @property
-    def shows_summary(self) -> bool:
-        """fleetrun writes none."""
-        return False
-
-    @property
-    def withholds_tracebacks(self) -> bool:
-        """fleetrun shows the first worker's log file as it is."""
-        return False
-
-    @property
-    def plain_process_option(self) -> str | None:
-        """fleetrun has none."""
-        return None
-
-    @property
-    def has_private_logs(self) -> bool:
-        """Return False: the umask of the user decides who may read them."""
-        return False
 
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the path of a worker's log file, under Paddle's name."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.supervisor.terminal_text import format_count, format_processes
+from rankless.launch.supervisor.terminal_text import format_processes
+from rankless.records.quantities import format_count
 
 LOG_NAME = "workerlog.{}"
 """Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""
@@ -64,7 +65,7 @@ def format_server_lines(config: RunConfig, servers: AgreedProcesses, host_index:
     more = f" and {count - len(shown)} more" if count > len(shown) else ""
     lines = [f"rankless: {format_count(count, 'server')} on the CPU at {', '.join(shown)}{more}"]
     if own:
-        logs = os.path.join(config.log_folder, SERVER_LOG_NAME.format(own[0]))
+        logs = os.path.join(config.request.log_folder, SERVER_LOG_NAME.format(own[0]))
         rest = [SERVER_LOG_NAME.format(index) for index in own[1:]]
         if rest:
             logs += f" to {rest[-1]}" if own[-1] - own[0] == len(rest) else f", {', '.join(rest)}"
@@ -98,7 +99,7 @@ def format_worker_line(
         "" if devices == ["cpu"] or count <= len(devices) else ", which they share: they talk through Gloo, not NCCL"
     )
     kinds = [list(names) for _, names in itertools.groupby(logs, key=lambda name: name.partition(".")[0])]
-    files = ", ".join(_format_logs(config.log_folder, names) for names in kinds)
+    files = ", ".join(_format_logs(config.request.log_folder, names) for names in kinds)
     lines = [
         f"rankless: on {where}{shared}; {format_count(config.threads_per_worker, 'thread')} each; "
         f"logs: {files} (in {folder}, where they stay)"

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     messages += describe_ignored_options(flags)
     if real is not None:
         messages.append(f"`import horovod` imports the installed one, {real}; RANKLESS_HOROVOD=1 selects Rankless's")
-        if config.elastic is not None:
+        if config.request.elastic is not None:
             messages.append("the installed one finds no elastic job here: each of its processes would train alone")
     messages += describe_run(config) if flags.verbose else []
     sys.stderr.writelines(f"rankless horovodrun: {note}\n" for note in messages)
@@ -81,8 +81,8 @@ def apply_config_file(flags: HorovodrunFlags) -> tuple[HorovodrunFlags, list[str
 
 def describe_run(config: RunConfig) -> list[str]:
     """Return the lines that `--verbose` prints."""
-    assert config.launcher is not None
-    settings = decode_settings(config.launcher.settings, HorovodrunSettings)
+    assert config.request.launcher is not None
+    settings = decode_settings(config.request.launcher.settings, HorovodrunSettings)
     program = config.program
     hosts = ", ".join(f"{host.name}:{host.slots}" for host in settings.hosts)
     lines = [f"slots: {hosts}", f"program: {program.kind} {program.target} {' '.join(program.arguments)}".rstrip()]

@@ -12,7 +12,7 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.extensions.horovodrun.launched_worker import rank_variables
 from rankless.extensions.horovodrun.run_config import is_this_python
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
-from rankless.launch.profile import LauncherProfile, OutputHosts, VisibleDevices, WorkerLogFiles, log_file_of
+from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, log_file_of
 from rankless.launch.worker_output import SOURCES, FollowedFile
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.hooks.import_aliases import install
@@ -31,51 +31,24 @@ class HorovodrunProfile(LauncherProfile):
     """How horovodrun runs a program."""
 
     settings: HorovodrunSettings
-
-    @property
-    def stop_grace_seconds(self) -> float:
-        """Horovod's GRACEFUL_TERMINATION_TIME_S."""
-        return STOP_GRACE_SECONDS
-
-    @property
-    def elastic_driver(self) -> str:
-        """See `rankless.extensions.horovodrun.elastic`."""
-        return "rankless.extensions.horovodrun.elastic.driver"
-
-    @property
-    def output_hosts(self) -> OutputHosts:
-        """Host 0 shows all workers; other hosts send it their output."""
-        return "gathered"
-
-    @property
-    def exports_environment(self) -> bool:
-        """Other hosts get the whole environment, as from Horovod's own launcher."""
-        return True
-
-    @property
-    def shows_summary(self) -> bool:
-        """horovodrun writes none."""
-        return False
-
-    @property
-    def withholds_tracebacks(self) -> bool:
-        """horovodrun shows every worker's output as it comes."""
-        return False
-
-    @property
-    def uses_rankless_api(self) -> bool:
-        """The program uses Horovod's API."""
-        return False
-
-    @property
-    def plain_process_option(self) -> str | None:
-        """horovodrun has none."""
-        return None
-
-    @property
-    def has_private_logs(self) -> bool:
-        """Return False: the umask of the user decides who may read them."""
-        return False
+    stop_grace_seconds = STOP_GRACE_SECONDS
+    """Horovod's GRACEFUL_TERMINATION_TIME_S."""
+    elastic_driver = "rankless.extensions.horovodrun.elastic.driver"
+    """See `rankless.extensions.horovodrun.elastic`."""
+    output_hosts = "gathered"
+    """Host 0 shows all workers; other hosts send it their output."""
+    exports_environment = True
+    """Other hosts get the whole environment, as from Horovod's own launcher."""
+    shows_summary = False
+    """horovodrun writes none."""
+    withholds_tracebacks = False
+    """horovodrun shows every worker's output as it comes."""
+    uses_rankless_api = False
+    """The program uses Horovod's API."""
+    plain_process_option = None
+    """horovodrun has none."""
+    has_private_logs = False
+    """The umask of the user decides who may read them."""
 
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's two log files, below `--output-filename` if that is given."""

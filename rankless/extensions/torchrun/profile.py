@@ -12,7 +12,6 @@ from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig,
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.profile import (
     LauncherProfile,
-    OutputHosts,
     SignalForwarding,
     VisibleDevices,
     WorkerLogFiles,
@@ -67,6 +66,18 @@ class TorchrunProfile(LauncherProfile):
     """How torchrun runs a program."""
 
     settings: TorchrunSettings
+    output_hosts = "each"
+    """Each host shows its own workers."""
+    shows_summary = False
+    """torchrun writes none."""
+    withholds_tracebacks = False
+    """torchrun shows every worker's output as it comes."""
+    uses_rankless_api = False
+    """The program is plain PyTorch."""
+    plain_process_option = "--start-method spawn"
+    """torchrun's own option."""
+    has_private_logs = False
+    """The umask of the user decides who may read them."""
 
     @property
     def run_name(self) -> str | None:
@@ -78,39 +89,9 @@ class TorchrunProfile(LauncherProfile):
         """`--signals-to-handle` and `--shutdown-timeout`."""
         return SignalForwarding(self.settings.signals, self.settings.shutdown_seconds)
 
-    @property
-    def output_hosts(self) -> OutputHosts:
-        """Each host shows its own workers."""
-        return "each"
-
-    @property
-    def shows_summary(self) -> bool:
-        """torchrun writes none."""
-        return False
-
-    @property
-    def withholds_tracebacks(self) -> bool:
-        """torchrun shows every worker's output as it comes."""
-        return False
-
-    @property
-    def uses_rankless_api(self) -> bool:
-        """The program is plain PyTorch."""
-        return False
-
-    @property
-    def plain_process_option(self) -> str | None:
-        """torchrun's own option."""
-        return "--start-method spawn"
-
     def folder_name(self, run_id: str, host_index: int) -> str:
         """Return a name of its own for each host: files are numbered from 0 on each, and hosts may share a disk."""
         return f"{run_id}-host{host_index}" if host_index else run_id
-
-    @property
-    def has_private_logs(self) -> bool:
-        """Return False: the umask of the user decides who may read them."""
-        return False
 
     def log_files(self, folder: str, rank: int, local_rank: int) -> WorkerLogFiles:
         """Return the paths of a worker's two log files, as torchrun has them."""

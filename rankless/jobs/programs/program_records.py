@@ -20,7 +20,6 @@ from rankless.jobs.definition import JobDefinition
 from rankless.jobs.memory_meter import PeakMemoryMode
 from rankless.jobs.programs.bound_program import BoundProgram
 from rankless.parallel.tensor_placement import OnRank, Replicate, Shard, Sharding
-from rankless.records.gather_places import NOTICE_BYTES, describe_gather_place, list_gather_places
 from rankless.records.job_programs import (
     DefinedJob,
     JobProgram,
@@ -33,6 +32,7 @@ from rankless.records.job_programs import (
     encode_program_record,
     programs_file,
 )
+from rankless.records.program_modules import NOTICE_BYTES, describe_gather_place, list_gather_places
 from rankless.records.quantities import format_decimal_bytes
 
 IN_PIECES = "in pieces, whole while in use"

@@ -12,7 +12,7 @@ from rankless.config.environment import hosts_without_proxy, loopback_name, user
 from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.launch.ports import find_port_conflict
-from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning
+from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning
 
 _VIRTUAL = re.compile(
     r"^(docker|br-[0-9a-f]{6}|virbr|veth|tun|tap|wg|vbox|vmnet|cni|flannel|cali|podman|lxc|lxdbr|tailscale|zt|dummy|utun)"

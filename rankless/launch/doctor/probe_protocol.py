@@ -5,9 +5,8 @@ from collections.abc import Mapping
 import msgspec
 
 from rankless.launch.rendezvous.host_facts import HostFacts
-from rankless.records.check_results import CheckResult
-from rankless.records.collective_test_messages import AllReduceResult, StoreServedMessage, TorchImported
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
+from rankless.records.doctor_records import AllReduceResult, CheckResult, StoreServedMessage, TorchImported
 
 
 class CheckHost(msgspec.Struct, frozen=True, kw_only=True, tag="look"):

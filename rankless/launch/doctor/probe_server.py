@@ -39,8 +39,7 @@ from rankless.launch.doctor.probe_protocol import (
 )
 from rankless.launch.doctor.single_host_checks import check_host, read_host_identity
 from rankless.launch.rendezvous import link_test
-from rankless.records.check_results import CheckResult
-from rankless.records.collective_test_messages import MARK, AllReduceFailed, CollectiveTestResult
+from rankless.records.doctor_records import MARK, AllReduceFailed, CheckResult, CollectiveTestResult
 from rankless.records.encoding import encode_json
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.subprocess_command import python_command

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 from typing import TypeVar
 
 import msgspec
@@ -24,10 +23,8 @@ from rankless.launch.doctor.probe_protocol import (
     ProbeResponse,
     ReadClock,
 )
-from rankless.launch.rendezvous.ssh import SSH_OPTIONS
-from rankless.launch.rendezvous.ssh_failures import SshCause, find_ssh_cause
-from rankless.records.check_results import CheckResult, make_failure
-from rankless.records.collective_test_messages import MARK
+from rankless.launch.rendezvous.ssh import SSH_OPTIONS, SshCause, find_ssh_cause
+from rankless.records.doctor_records import MARK, CheckResult, make_failure
 from rankless.records.encoding import encode_json
 from rankless.runtime.subprocess_command import python_command
 
@@ -48,7 +45,7 @@ class HostProbe:
     def __init__(self, host: Host, *, is_local: bool) -> None:
         self.host = host
         self._is_local = is_local
-        self._target = host.address if host.user is None else f"{host.user}@{host.address}"
+        self._target = host.ssh_target
         self._buffer = b""
         self._failure: ProbeFailed | None = None
         self.connect_seconds = 0.0
@@ -190,9 +187,7 @@ class HostProbes:
     def __enter__(self) -> "HostProbes":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         _run_concurrently(self._all, lambda _, probe: probe.close())
 
     def wait_until_ready(self) -> dict[int, CheckResult]:

@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from rankless.config.environment import carried_variables
 from rankless.config.extensions import DoctorCheck, list_extensions
@@ -27,16 +26,20 @@ from rankless.launch.doctor.probe_protocol import (
 )
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
-from rankless.launch.rendezvous.host_probe import describe_reachability
-from rankless.records.check_results import CheckResult, make_failure, make_pass, make_warning, with_place
-from rankless.records.collective_test_messages import (
+from rankless.launch.rendezvous.reachability import describe_reachability
+from rankless.records.doctor_records import (
     AllReduceResult,
+    CheckResult,
     CheckTorch,
     CollectiveTestTask,
     RunAllReduce,
     ServeStore,
     StoreServedMessage,
     TorchImported,
+    make_failure,
+    make_pass,
+    make_warning,
+    with_place,
 )
 from rankless.records.encoding import encode_json
 from rankless.records.quantities import format_bytes, format_seconds
@@ -116,7 +119,8 @@ class _Diagnosis:
         with StartupTest(is_enabled=self._own_index is not None and not self._config.quick) as startup_test:
             self._connect()
             if not self._config.quick and len(self._hosts) > 1:
-                start_collective_processes(self._probes)
+                # A process on every host imports torch while other checks run.
+                self._probes.request({index: StartCollectiveProcess() for index in self._probes.ready})
             report_progress("checking each host")
             self._check_hosts()
             if not self._config.quick:
@@ -133,27 +137,28 @@ class _Diagnosis:
                 self._results += pairs.check_connections()
             if self._own_index is not None and not self._config.quick:
                 report_progress("starting a test job")
-                self._results += with_place([startup_test.result()], self._names[self._own_index])
-        if pairs is not None:
+                self._add(self._own_index, startup_test.result())
+        if pairs is not None:  # after the test job, which would slow the links' measurement
             report_progress("measuring the links between the hosts")
             self._run_collective(pairs)
             self._results += pairs.measure_speeds()
 
+    def _add(self, index: int, *results: CheckResult) -> None:
+        """Take results of checks of a host."""
+        self._results += with_place(results, self._names[index])
+
     def _connect(self) -> None:
         for index, result in self._probes.wait_until_ready().items():
-            self._results += with_place([result], self._names[index])
+            self._add(index, result)
             self._skipped_checks.append(f"{self._names[index]} itself, because its {result.name} check failed")
         self._drop_duplicate_hosts()
         for index, probe in self._probes.ready.items():
             if index != self._own_index:
-                self._results += with_place(
-                    [make_pass("ssh", f"in {format_seconds(probe.connect_seconds)}, without a password")],
-                    self._names[index],
-                )
+                self._add(index, make_pass("ssh", f"in {format_seconds(probe.connect_seconds)}, without a password"))
         if self._config.without_ssh:
             for index, name in enumerate(self._names):
                 if index not in self._own_indices:
-                    self._results += with_place([_check_from_outside(name)], name)
+                    self._add(index, _check_from_outside(name))
                     self._skipped_checks.append(f"{name} itself (--no-ssh): run the same command there too")
 
     def _drop_duplicate_hosts(self) -> None:
@@ -162,10 +167,7 @@ class _Diagnosis:
         for index, probe in list(self._probes.ready.items()):
             original = first.setdefault(probe.identity, index)
             if original != index:
-                self._results += with_place(
-                    [_make_duplicate_host_result([self._hosts[original], self._hosts[index]])],
-                    self._names[original],
-                )
+                self._add(original, _make_duplicate_host_result([self._hosts[original], self._hosts[index]]))
                 self._probes.ready.pop(index)
 
     def _check_hosts(self) -> None:
@@ -188,22 +190,18 @@ class _Diagnosis:
         for index, response in self._probes.request(requests).items():
             if isinstance(response, HostReport):
                 self._reports[index] = response
-                self._results += with_place(response.results, self._names[index])
+                self._add(index, *response.results)
             else:
-                text = response.text if isinstance(response, ProbeFailed) else "unexpected response"
-                result = make_failure("program", f"the probe failed: {text}", "run rankless doctor on that host alone")
-                self._results += with_place([result], self._names[index])
+                self._add(index, _probe_failure("program", response))
                 self._probes.ready.pop(index)
 
     def _check_extension(self, name: str, check: DoctorCheck) -> None:
         requests: dict[int, ProbeRequest] = {index: CheckExtension(extension=name) for index in self._probes.ready}
         for index, response in self._probes.request(requests, check.timeout_seconds + 30.0).items():
             if isinstance(response, ExtensionChecked):
-                result = response.result
+                self._add(index, response.result)
             else:
-                text = response.text if isinstance(response, ProbeFailed) else "unexpected response"
-                result = make_failure(check.name, f"the probe failed: {text}", "run rankless doctor on that host alone")
-            self._results += with_place([result], self._names[index])
+                self._add(index, _probe_failure(check.name, response))
 
     def _compare_versions(self) -> None:
         """Compare every host's versions with the first host's."""
@@ -220,13 +218,13 @@ class _Diagnosis:
                 for item in mismatches
             ]
             versions = ", ".join(f"{name} {version}" for name, version in report.facts.versions.items())
-            self._results += with_place(results or [make_pass("versions", versions)], self._names[index])
+            self._add(index, *(results or [make_pass("versions", versions)]))
 
     def _compare_clocks(self) -> None:
         others = [index for index in self._probes.ready if index != self._own_index]
         for index, found in self._probes.measure_clocks(others).items():
             if found is not None:
-                self._results += with_place([_make_clock_result(skew=found[0], doubt=found[1])], self._names[index])
+                self._add(index, _make_clock_result(skew=found[0], doubt=found[1]))
 
     def _run_collective(self, pairs: HostPairs) -> None:
         if self._config.quick:
@@ -238,6 +236,11 @@ class _Diagnosis:
             )
         else:
             self._skipped_checks.append("a collective of all hosts: fix the failures above first")
+
+
+def _probe_failure(name: str, response: ProbeResponse) -> CheckResult:
+    text = _describe_failure(response)
+    return make_failure(name, f"the probe failed: {text}", "run rankless doctor on that host alone")
 
 
 def _find_own_indices(hosts: Sequence[Host]) -> list[int]:
@@ -310,9 +313,7 @@ class StartupTest:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()  # its agent ends the workers
             self._process.wait()
@@ -348,11 +349,6 @@ def _start_failure(text: str) -> CheckResult:
 JOIN_TIMEOUT_SECONDS = 10.0
 IMPORT_TIMEOUT_SECONDS = 30.0
 _COLLECTIVE_CHECK = "all_reduce"
-
-
-def start_collective_processes(probes: HostProbes) -> None:
-    """Let a process on every host import torch while other checks run."""
-    probes.request({index: StartCollectiveProcess() for index in probes.ready})
 
 
 def run_collective_test(

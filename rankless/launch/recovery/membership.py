@@ -26,8 +26,8 @@ from rankless.launch.recovery.driver_actions import (
     MessageAction,
     StartAction,
     WorkerState,
+    assign_round_ranks,
 )
-from rankless.launch.recovery.rank_assignment import assign_round_ranks
 from rankless.records.elastic_messages import (
     HostsChanged,
     RankAssignment,

@@ -3,7 +3,6 @@
 import time
 from contextlib import suppress
 
-from rankless.launch.rendezvous.connect import HostUnreachableError, open_connection
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection, DifferentTokenError
 from rankless.launch.rendezvous.messages import (
     HEARTBEAT_SECONDS,
@@ -11,6 +10,7 @@ from rankless.launch.rendezvous.messages import (
     ControlMessage,
     Heartbeat,
 )
+from rankless.launch.rendezvous.reachability import HostUnreachableError, open_connection
 
 
 class LeaderUnreachableError(Exception):

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from rankless.config.run_config import AgreedJobConfig, Cluster
 from rankless.errors import JoinError
+from rankless.launch.rendezvous.answers import INTERRUPTED, announced_failures
 from rankless.launch.rendezvous.control_server import (
     ConnectionRejected,
     ControlServer,
@@ -16,8 +17,8 @@ from rankless.launch.rendezvous.control_server import (
     ServerEvent,
 )
 from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
-from rankless.launch.rendezvous.host_probe import ReachabilityProbe
-from rankless.launch.rendezvous.messages import JobStarted, JoinProgress, JoinRefused
+from rankless.launch.rendezvous.messages import JobStarted, JoinProgress
+from rankless.launch.rendezvous.reachability import ReachabilityProbe
 from rankless.launch.signals import Interrupts, RendezvousInterrupted
 from rankless.records.new_clients import RejectedClients
 
@@ -63,21 +64,16 @@ def wait_for_hosts(
         while missing := [index for index in expected if index not in joined]:
             selector.select(0.1)
             if numbers := interrupts.read():
-                server.broadcast(
-                    JoinRefused(expected="a job that starts", found="host 0 received a signal", fix="start it again")
-                )
+                server.broadcast(INTERRUPTED)
                 raise RendezvousInterrupted(numbers[0])
             now = time.monotonic()
-            try:
+            with announced_failures(server):
                 reject = partial(rejected.add, now=now)
                 _process_events(server.poll(now), cluster, own=own, joined=joined, notify=notify, reject=reject)
                 rejected.report(now)
                 for index in joined.keys() & starters.keys():
                     starters[index].mark_joined()
                 _check_missing(cluster, missing, joined, starters, probes, waited=now - start)
-            except JoinError as error:
-                server.broadcast(JoinRefused(expected=str(error.expected), found=str(error.found), fix=error.fix))
-                raise
             if now - last_progress_at > PROGRESS_SECONDS:
                 last_progress_at = now
                 text = format_progress(cluster, missing, probes, now - start)

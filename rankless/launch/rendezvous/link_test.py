@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionOutcome, ConnectionTarget, LinkSpeed
+from rankless.records.framing import receive_exactly
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 SECRET_BYTES = 16
@@ -194,10 +195,7 @@ def _receive_flood(connection: socket.socket) -> None:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("closed")
-        data += more
+    data = receive_exactly(connection, count)
+    if data is None:
+        raise ConnectionError("closed")
     return data

@@ -11,6 +11,7 @@ from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord
+from rankless.records.live_run import ProcessRow
 
 PROTOCOL = 6
 HEARTBEAT_SECONDS = 1.0
@@ -34,18 +35,6 @@ class ServerHello(msgspec.Struct, frozen=True, kw_only=True, tag="challenge"):
 
     protocol: int = PROTOCOL
     nonce: bytes
-
-
-class StartedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process beside the workers that serves, as the table at the start shows it."""
-
-    role: str
-    index: int
-    process_id: int
-    address: str
-    log_file: str
-    copy_of: int | None = None
-    """The process of which it is the copy; None if it is none."""
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag="join_request"):
@@ -97,7 +86,7 @@ class StartRefused(msgspec.Struct, frozen=True, kw_only=True, tag="start_refused
 class ProcessesStarted(msgspec.Struct, frozen=True, kw_only=True, tag="processes_started"):
     """All processes of the sender beside its workers serve."""
 
-    processes: tuple[StartedProcess, ...]
+    processes: tuple[ProcessRow, ...]
 
 
 class StartWorkers(msgspec.Struct, frozen=True, kw_only=True, tag="start_workers"):

@@ -84,7 +84,9 @@ class FollowerPeers(Peers):
                 self._take_end(event.host, event.message, records)
             elif isinstance(event, HostReported) and isinstance(event.message, ProcessesStarted | StartRefused):
                 self.started_processes[event.host] = event.message
-            elif isinstance(event, HostDisconnected) and (not event.has_ended or self._start.has_roles(event.host)):
+            elif isinstance(event, HostDisconnected) and (
+                not event.has_ended or self._start.list_processes(event.host)
+            ):
                 records.append(self._make_lost_record(event.host, f"was lost: {event.reason}"))
             elif isinstance(event, ConnectionRejected):
                 self._rejected.add(event.address, event.reason)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.environment import PORT_TEST, user_interfaces
+from rankless.config.hosts import Endpoint, address_family
 from rankless.errors import JoinError
 from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
 from rankless.launch.rendezvous.control_server import ControlServer
@@ -233,9 +234,8 @@ def _check_attempts(test: PortTest, attempts: Mapping[int, Sequence[ConnectionAt
 
 def _describe_target(test: PortTest, target: ConnectionTarget) -> str:
     use = test.uses.get((target.host_index, target.port), "a free port")
-    address = f"[{target.address}]" if ":" in target.address else target.address
     name = test.names[target.host_index]
-    return f"{'' if name == target.address else f'{name}, '}{address}:{target.port} ({use})"
+    return f"{'' if name == target.address else f'{name}, '}{Endpoint(target.address, target.port)} ({use})"
 
 
 def _describe_outcome(attempt: ConnectionAttempt) -> str:
@@ -250,8 +250,8 @@ def _describe_outcome(attempt: ConnectionAttempt) -> str:
 def _gloo_address(address: str) -> str:
     """Return the address on the interface that the user has named for Gloo, by default `address`."""
     interface = user_interfaces().get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    found = [item.address for item in psutil.net_if_addrs().get(interface, ()) if item.family == family]
+    cards = psutil.net_if_addrs().get(interface, ())
+    found = [item.address for item in cards if item.family == address_family(address)]
     return found[0].partition("%")[0] if found else address
 
 

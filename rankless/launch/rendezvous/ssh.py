@@ -1,5 +1,7 @@
 """Starts the agents of other hosts through the system's ssh, with the user's own ssh configuration.
 
+It finds out why ssh has failed from the messages of OpenSSH and of the shells that it starts.
+
 Note [what goes over ssh]: the command line names a folder, an interpreter and this package. Everything else, the token
 included, goes through standard input, which stays open. An agent whose standard input ends before it has joined exits.
 After it has joined, the control channel shows whether host 0 is alive, and the end of ssh does no harm.
@@ -9,15 +11,17 @@ import contextlib
 import os
 import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import msgspec
 
 from rankless.config.run_config import Cluster, Program, RunRequest
+from rankless.installation import format_install_command
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, token_file_name
-from rankless.launch.rendezvous.ssh_failures import find_ssh_cause
 from rankless.records.encoding import encode_json
 from rankless.runtime.subprocess_command import python_command
 
@@ -110,7 +114,7 @@ class SshSession:
 
     def __init__(self, cluster: Cluster, host_index: int, command: str, *, on_line: Callable[[str], None]) -> None:
         host = cluster.hosts[host_index]
-        self._target = host.address if host.user is None else f"{host.user}@{host.address}"
+        self._target = host.ssh_target
         self._on_line = on_line
         self._lines: list[str] = []
         self._process = subprocess.Popen(
@@ -179,3 +183,81 @@ def make_agent_command() -> str:
     """Return the shell command for the other host: the same folder, interpreter and flags as here."""
     command = shlex.join(python_command("rankless.launch.remote_agent"))
     return f"cd {shlex.quote(os.getcwd())} && exec {command}"
+
+
+@dataclass(frozen=True)
+class SshCause:
+    """A cause of failure and its remedy, as text."""
+
+    seen: str
+    fix: str
+
+
+# The order matters: the first match is the cause of later ones. `{host}` is ssh's target.
+_CAUSES = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": SshCause(
+        "the host's key differs from the one in known_hosts",
+        "if it was reinstalled: ssh-keygen -R {host}, then log in once by hand; if not, find out who answers there",
+    ),
+    "Host key verification failed": SshCause(
+        "the host's key is not known here",
+        "log in once by hand (ssh {host} true), or: ssh-keyscan {host} >> ~/.ssh/known_hosts",
+    ),
+    "UNPROTECTED PRIVATE KEY": SshCause(
+        "other users may read this user's private key, so ssh ignores it", "chmod 600 on the key that ssh names"
+    ),
+    "Too many authentication failures": SshCause(
+        "the host rejects ssh after too many keys",
+        "name the right key for {host} in ~/.ssh/config: IdentityFile, and IdentitiesOnly yes",
+    ),
+    "Permission denied": SshCause(
+        "ssh asks for a password", "copy a key there: ssh-copy-id {host}; a key with a passphrase needs ssh-agent"
+    ),
+    "Could not resolve hostname": SshCause(
+        "its name does not resolve here", "correct the name, add it to /etc/hosts, or list the host by its address"
+    ),
+    "Connection refused": SshCause(
+        "it is up, but no sshd listens",
+        "start sshd there (systemctl start ssh), or name its port in ~/.ssh/config",
+    ),
+    "Connection timed out": SshCause(
+        "no answer: it is down, or a firewall drops packets to it", "check that it is up, and let TCP port 22 through"
+    ),
+    "Operation timed out": SshCause(
+        "no answer: it is down, or a firewall drops packets to it", "check that it is up, and let TCP port 22 through"
+    ),
+    "No route to host": SshCause(
+        "no route to it: the host or its network is down", "check that it is up, and its cable and network"
+    ),
+    "Network is unreachable": SshCause(
+        "no route to it: the network of this host is down or lacks the route", "see `ip route` here"
+    ),
+    "Connection closed by": SshCause(
+        "sshd closes the connection at once",
+        "see its log there (journalctl -u ssh): MaxStartups, AllowUsers, DenyUsers",
+    ),
+    "Connection reset by": SshCause(
+        "sshd closes the connection at once",
+        "see its log there (journalctl -u ssh): MaxStartups, AllowUsers, DenyUsers",
+    ),
+    "No module named 'rankless'": SshCause(
+        "Rankless is not installed there", "install it there, at the same path: {install}"
+    ),
+    "No module named": SshCause("the interpreter there lacks a package", "install the same packages there as here"),
+    "No such file or directory": SshCause(
+        "the folder or the interpreter of this host does not exist there",
+        "copy {folder} and {python} there, or share them",
+    ),
+    "not found": SshCause("the interpreter of this host does not exist there", "copy {python} there, or share it"),
+    "not available": SshCause("the user may not log in there", "log in as another user: user@{host}"),
+}
+
+
+def find_ssh_cause(output: str, host: str) -> SshCause | None:
+    """Return the cause that ssh's output shows, or None."""
+    for pattern, cause in _CAUSES.items():
+        if pattern in output:
+            install = format_install_command(pip=f"{sys.executable} -m pip")
+            fix = cause.fix.format(host=host, python=sys.executable, install=install, folder=os.getcwd())
+            return SshCause(cause.seen, fix)
+    return None

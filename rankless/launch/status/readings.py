@@ -16,7 +16,7 @@ import msgspec
 from rankless.launch.watchdog.process_stats import ProcessStats, read_process_stats
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack
 from rankless.launch.watchdog.stacks import ask_thread, parse_main_stack
-from rankless.records.live_run import LiveProcess, LiveRun, LiveWorker
+from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow
 from rankless.records.server_activity import SERVER_PAGE_NAME, ServerActivity
 from rankless.records.shared_record import read_record, read_sequence
 from rankless.records.worker_status import (
@@ -134,9 +134,9 @@ def _read_places(workers: Mapping[int, tuple[LiveWorker, int | None]]) -> dict[i
     return places
 
 
-def _read_role_process(run: LiveRun, process: LiveProcess) -> RoleProcessReading:
+def _read_role_process(run: LiveRun, process: ProcessRow) -> RoleProcessReading:
     activity = None
-    with _opened(run, process.page, SERVER_PAGE_NAME) as page:
+    with _opened(run, process.status_descriptor, SERVER_PAGE_NAME) as page:
         record = None if page is None else read_record(page)
     if record is not None:
         with contextlib.suppress(msgspec.DecodeError):

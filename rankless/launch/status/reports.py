@@ -7,7 +7,7 @@ import msgspec
 
 from rankless.launch.status.readings import ProcessReading, RoleProcessReading, RunReading, WorkerReading
 from rankless.launch.watchdog.process_stats import MAX_IDLE_CPU_FRACTION, MAX_SWITCHES_PER_SECOND
-from rankless.records.live_run import LiveProcess, LiveRun, LiveWorker
+from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow
 from rankless.records.run_status import (
     RunStatus,
     ServerReport,
@@ -49,7 +49,8 @@ def report_running(before: RunReading | None, after: RunReading) -> RunStatus:
         agent_process_id=run.process_id,
         host=run.host_names[run.host],
         worker_count=len(run.workers),
-        server_count=run.process_count,
+        server_count=sum(run.process_counts.values()),
+        process_counts=run.process_counts,
         steps=None if page is None else page.job_steps or page.count,
         samples_per_second=None if page is None or lead != 0 else _samples_per_second(page, after.monotonic),
         workers=tuple(_report_worker(run, each, before, after) for each in run.workers),
@@ -77,7 +78,8 @@ def report_ended(summary: RunSummary, *, outcome: StatusOutcome, verdict: str) -
         agent_process_id=None,
         host="",
         worker_count=summary.workers,
-        server_count=summary.servers,
+        server_count=sum(each.count for each in summary.processes),
+        process_counts={each.role: each.count for each in summary.processes},
         steps=summary.steps,
         samples_per_second=summary.samples_per_second,
         workers=tuple(
@@ -210,7 +212,7 @@ def _cpu_percent(before: ProcessReading | None, after: ProcessReading | None, se
     return max(0.0, 100.0 * (after.stats.cpu_seconds - before.stats.cpu_seconds) / seconds)
 
 
-def _report_process(live: LiveProcess, before: RunReading | None, after: RunReading) -> ServerReport:
+def _report_process(live: ProcessRow, before: RunReading | None, after: RunReading) -> ServerReport:
     name = (live.role, live.index)
     reading = after.processes[name]
     earlier = None if before is None else before.processes.get(name)
@@ -253,7 +255,7 @@ def _make_process_rate(
     return rate
 
 
-def _process_state(live: LiveProcess, process: ProcessReading | None) -> ServerState:
+def _process_state(live: ProcessRow, process: ProcessReading | None) -> ServerState:
     if live.stage in ("ended", "restarting") or process is None or process.stats.state in "ZX":
         return "restarting" if live.stage == "restarting" else "ended"
     if process.stats.tracer_pid or process.stats.state == "t":

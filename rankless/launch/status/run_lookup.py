@@ -1,19 +1,81 @@
-"""Finds the run that a user names: by its id, its log folder, a link to that, or its `run.json`."""
+"""Finds runs: those of this user in progress on this host, and the one that a user names.
+
+Each agent has the record of its run open. A name is the id of a run, its log folder, a link to that, or its `run.json`.
+"""
 
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from rankless.errors import ConfigError
+from rankless.launch.status.readings import open_shared_file_of
 from rankless.launch.status.reports import report_ended
-from rankless.launch.status.running_runs import find_running_runs, read_run_of_agent
-from rankless.records.live_run import LiveRun, current_system, is_agent_alive
+from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, current_system, is_agent_alive
 from rankless.records.run_status import RunStatus
-from rankless.records.run_summary import RunProgram, RunSummary, decode_run_summary
+from rankless.records.run_summary import AgentProcess, RunProgram, RunSummary, decode_run_summary
+from rankless.records.shared_record import read_record
+
+
+class _RunLayout(msgspec.Struct, frozen=True):
+    """The field that all layouts of the record have."""
+
+    layout: int
+
+
+def find_running_runs() -> list[LiveRun]:
+    """Return the runs whose agents are processes of this user, those that began first first."""
+    found = []
+    for process_id in _list_own_processes():
+        with suppress(OSError):  # the process has ended
+            for descriptor in os.listdir(f"/proc/{process_id}/fd"):
+                run = read_live_run(process_id, int(descriptor))
+                if run is not None:
+                    found.append(run)
+                    break  # the mapping of the record has a descriptor of its own
+    return sorted(found, key=lambda run: (run.started_monotonic, run.host))
+
+
+def read_run_of_agent(agent: AgentProcess) -> LiveRun | None:
+    """Return the run of an agent of this system that `run.json` names; None if it is not running any more."""
+    run = read_live_run(agent.process_id, agent.descriptor)
+    return run if is_agent_alive(agent) else None
+
+
+def read_live_run(process_id: int, descriptor: int) -> LiveRun | None:
+    """Return the run whose record a process has at a descriptor; None if there is none that this version can read."""
+    page = open_shared_file_of(process_id, descriptor, LIVE_RUN_NAME)
+    if page is None:
+        return None
+    try:
+        record = read_record(page)
+    finally:
+        os.close(page)
+    if record is None:
+        return None
+    try:
+        if msgspec.json.decode(record.data, type=_RunLayout).layout != LAYOUT:
+            return None
+        run = msgspec.json.decode(record.data, type=LiveRun)
+    except msgspec.DecodeError:
+        return None
+    # A process that the agent has forked has the file too, and one in another namespace has another id there.
+    return run if run.process_id == process_id else None
+
+
+def _list_own_processes() -> list[int]:
+    own, found = os.geteuid(), []
+    with suppress(OSError):
+        for name in os.listdir("/proc"):
+            with suppress(OSError):
+                if name.isdigit() and os.stat(f"/proc/{name}").st_uid == own:
+                    found.append(int(name))
+    return found
+
 
 _SUMMARY_NAME = re.compile(r"run\d*\.json")
 """`run.json` of host 0, `run1.json` of the next host."""
@@ -51,7 +113,7 @@ def find_named_run(name: str, *, log_folder: str) -> FoundRuns:
         if found is not None:
             return found
     running = find_running_runs()
-    matches = [run for run in running if name == run.run_id or (folder is not None and _is_folder(run, folder))]
+    matches = [run for run in running if name == run.run_id or Path(run.log_folder).resolve() == folder]
     if matches:
         return FoundRuns(running=matches)
     ids = ", ".join(dict.fromkeys(run.run_id for run in running))
@@ -75,10 +137,6 @@ def _find_folder(name: str, log_folder: str) -> Path | None:
         return next((each.resolve() for each in candidates if each.is_dir()), None)
     except OSError:  # a name that is too long, or a link that leads to itself
         return None
-
-
-def _is_folder(run: LiveRun, folder: Path) -> bool:
-    return Path(run.log_folder).resolve() == folder
 
 
 def _find_in(folder: Path) -> FoundRuns | None:

@@ -3,17 +3,16 @@
 Only a run in which something fails loads this.
 """
 
-import re
 from collections.abc import Sequence
 
-from rankless.launch.supervisor.terminal_text import MAX_LINE_CHARS, MAX_SECONDARY_LINES, format_count
+from rankless.launch.supervisor.terminal_text import MAX_LINE_CHARS, MAX_SECONDARY_LINES
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
-from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line, shorten_path
-from rankless.launch.watchdog.stacks import Frame
+from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line
+from rankless.launch.watchdog.stacks import TRACEBACK_FRAME, parse_traceback
 from rankless.records.events import GroupTeardown, Raised
-from rankless.user_code import is_library
+from rankless.records.quantities import format_count
+from rankless.user_code import is_library, shorten_path
 
-_FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
 _TRACEBACK_LINES = 9
 _IN_CALLBACK = "Got the following error when running the callback: "
 """How PyTorch's futures begin an error's text, such as that of a collective in DistributedDataParallel's backward."""
@@ -45,8 +44,7 @@ def find_line(record: Raised | GroupTeardown) -> str:
 
 def find_script_line(traceback: str) -> str:
     """Return the innermost line of the script in a traceback, like "train.py:33", or "" if there is none."""
-    frames = [Frame(file, int(line), function) for file, line, function in _FRAME.findall(traceback)]
-    own = [frame for frame in frames if not is_library(frame.file)]
+    own = [frame for frame in parse_traceback(traceback) if not is_library(frame.file)]
     return format_line(own[-1], find_script_folder(own)) if own else ""
 
 
@@ -70,7 +68,7 @@ def shorten_traceback(traceback: str, *, limit: int) -> list[str]:
 
 
 def _is_script_frame(line: str) -> bool:
-    found = _FRAME.match(line)
+    found = TRACEBACK_FRAME.match(line)
     return found is not None and not found[1].startswith("<") and not is_library(found[1])
 
 

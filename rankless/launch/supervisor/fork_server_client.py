@@ -32,13 +32,10 @@ from rankless.runtime.subprocess_command import python_command
 
 
 class WorkerParent(Protocol):
-    """The process that starts the workers of a host, as the supervisor sees it.
-
-    Attributes:
-        records: The socket from which the records of workers are read. It does not block.
-    """
+    """The process that starts the workers of a host, as the supervisor sees it."""
 
     records: socket.socket
+    """From it the records of workers are read. It does not block."""
 
     @property
     def process_id(self) -> int:
@@ -170,7 +167,7 @@ class ForkServerPoolClient:
         Waits until the pool has imported torch, the timeout is over, or `until` is readable.
         """
         # Modules of the user's choice would stay in the pool: a run that preloads some has a fork server of its own.
-        if not config.warm or config.preload or not hasattr(os, "pidfd_open"):
+        if not config.request.warm or config.preload or not hasattr(os, "pidfd_open"):
             return False
         environment, with_jobs = parent_environment(config), names_rankless(config.program)
         if self._environment is None:
@@ -259,7 +256,7 @@ class ForkServerClient:
         self.records.setblocking(False)
         host_config = HostConfig(
             program=config.program,
-            warm=config.warm,
+            warm=config.request.warm,
             preload=config.preload,
             workers=tuple(workers),
             other_hosts=tuple(other_hosts),

@@ -2,11 +2,11 @@
 
 Note [signal and shutdown]: the supervisor asks workers to end with a signal. A rank that waits in a collective for
 another rank cannot react to it. Before the end of the grace period the supervisor therefore shuts down the connections
-between ranks (`runtime.shutdown`), and signal handlers and `finally` blocks have the rest: half of the period, and at
-most LAST_SECONDS. Until then the collectives work, because the save of a checkpoint may need them. If a host
-is lost, the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them down
-first, and scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of the
-grace period, because it ends a script without a handler at once.
+between ranks (`runtime.release_waiting_ranks`), and signal handlers and `finally` blocks have the rest: half of the
+period, and at most LAST_SECONDS. Until then the collectives work, because the save of a checkpoint may need them. If a
+host is lost, the order is reversed: connections to its ranks would be silent for minutes. The supervisor shuts them
+down first, and scripts raise `RuntimeError`, as if a rank on their own host had died. The signal follows after half of
+the grace period, because it ends a script without a handler at once.
 """
 
 import contextlib
@@ -49,10 +49,7 @@ LOADED_AFTER_SECONDS = 10.0
 installation may be another version, or its disk may be what the run waits for."""
 _NEEDED_BY_FAILURES = (
     *("supervisor.failure_attribution", "supervisor.error_lines"),
-    *(
-        f"watchdog.{name}"
-        for name in ("missing_ranks", "report", "stack_classifier", "stacks", "timed_out_collectives")
-    ),
+    *(f"watchdog.{name}" for name in ("missing_ranks", "report", "stack_classifier", "stacks")),
 )
 _LOOK_SECONDS = 1.0
 """Between two looks at where stopping workers are."""

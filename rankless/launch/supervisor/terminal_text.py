@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from rankless.config.run_config import RunConfig
 from rankless.config.run_options import describe_processes
-from rankless.launch.roles import ProcessRow
 from rankless.records.events import WorkerCut
-from rankless.records.quantities import format_bytes, format_ranks, format_seconds
+from rankless.records.live_run import ProcessRow
+from rankless.records.quantities import format_bytes, format_count, format_ranks, format_sample_rate, format_seconds
 from rankless.records.run_summary import RunSummary
 
 MAX_LINE_CHARS = 300
@@ -35,7 +35,7 @@ def format_start_line(config: RunConfig, *, folder: str) -> str:
     """Return the first line about the workers of a job on one host."""
     workers = _format_kinds(config, config.worker_count)
     threads = format_count(config.threads_per_worker, "thread")
-    start = "" if config.warm else ", plain processes"
+    start = "" if config.request.warm else ", plain processes"
     seed = "" if config.seed is None else f", seed {config.seed}"
     return f"rankless: {workers}, {threads} each{_describe_others(config)}{seed}{start}, logs in {folder}\n"
 
@@ -147,8 +147,7 @@ def format_summary(summary: RunSummary, *, folder: str) -> str:
     start = {"succeeded": "done in", "failed": "failed after"}.get(summary.outcome, f"{summary.verdict} after")
     facts = [] if not summary.steps else [format_count(summary.steps, "step")]
     if summary.samples_per_second:
-        rate = summary.samples_per_second
-        facts.append(f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s")
+        facts.append(format_sample_rate(summary.samples_per_second))
     for name, key in (("peak memory", "peak_memory_bytes"), ("GPU memory", "peak_gpu_memory_bytes")):
         peaks = [(peak, each.rank) for each in summary.ranks if (peak := getattr(each, key)) is not None]
         if peaks:
@@ -156,8 +155,3 @@ def format_summary(summary: RunSummary, *, folder: str) -> str:
             facts.append(f"{name} {format_bytes(peak)}" + (f" (rank {rank})" if len(summary.ranks) > 1 else ""))
     facts.append(f"logs in {folder}")
     return f"rankless: {start} {format_seconds(summary.seconds or 0.0)}: {', '.join(facts)}\n"
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, in the plural where it needs it."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -8,8 +8,13 @@ ends a job whose missing rank computes.
 
 If no rank waits for another one, the ranks may wait for something outside the job, such as requests, a download or a
 person. The watchdog reports that in every phase, and ends the job only with a timeout from the user.
+
+Note [timed-out collectives]: when a collective raises the timeout of the script's own process group, PyTorch raises in
+the ranks that waited and does not name the missing rank. The watchdog collects the status of all ranks at once. A rank
+that waits elsewhere, or does not wait at all, is missing.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +22,20 @@ from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
 from rankless.launch.watchdog.process_monitor import ProcessStatus
 from rankless.launch.watchdog.process_stats import WAITS_FOR_DISK
-from rankless.records.events import RankStatus
+from rankless.launch.watchdog.stack_classifier import classify_stack
+from rankless.launch.watchdog.stacks import parse_traceback
+from rankless.records.events import Raised, RankStatus
 
 DEADLOCK_SECONDS = 60.0
 DEADLOCK_MULTIPLE = 3.0
 BLOCKED_SECONDS = 600.0
 BLOCKED_MULTIPLE = 10.0
+_TIMED_OUT = re.compile(
+    r"(?:Timed out waiting|[Ww]ait timeout after) (?P<milliseconds>\d+) ?ms"
+    r"|(?:rank \d+|a rank) did not take part within (?P<seconds>[\d.e+]+) s"
+)
+"""The messages of Gloo, of the TCP store, and of groups whose ranks reduce in shared memory."""
+_TRACEBACK_HEADER = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +66,6 @@ class HangDiagnosis:
         """The shortest pause that is reported in the phases of the ranks that hold up the job."""
         return max(PHASES[where.phase].least_seconds for where in (self.missing or self.waiting))
 
-    @property
-    def has_unanswered(self) -> bool:
-        """Whether a missing rank tries to connect to another one without an answer."""
-        return any(where.connecting_to for where in self.missing)
-
     def abort_after(self, *, timeout: float | None, stall_limit: float) -> float:
         """Return after how many seconds without progress to end the job; infinity for never.
 
@@ -71,9 +79,10 @@ class HangDiagnosis:
         if timeout is not None:
             return timeout
         statuses = (*self.waiting, *self.missing)
+        has_unanswered = any(where.connecting_to for where in self.missing)
         if (
             not (self.missing or self.silent)
-            or not (self.waiting or self.has_unanswered)
+            or not (self.waiting or has_unanswered)
             or any(where.state == "computes" for where in statuses)
         ):
             return float("inf")
@@ -154,3 +163,42 @@ def _find_minority(waiting: Sequence[RankStatus]) -> list[RankStatus]:
         locations.setdefault((where.doing, where.line), []).append(where)
     most = max(locations.values(), key=len)
     return [where for where in waiting if where not in most]
+
+
+def parse_timeout(record: Raised) -> RankStatus | None:
+    """Return the status of a rank that a collective's timeout ended; None if the exception has another cause."""
+    found = _TIMED_OUT.search(record.traceback)
+    if found is None:
+        return None
+    _, _, trace = record.traceback[: found.start()].rpartition(_TRACEBACK_HEADER)
+    frames = parse_traceback(trace)
+    location = classify_stack(frames[::-1]) if frames else None
+    if location is None or not location.collective:
+        return None
+    return RankStatus(
+        rank=record.rank,
+        time_ns=record.time_ns,
+        state="waits",
+        idle_seconds=int(found["milliseconds"]) / 1000 if found["milliseconds"] else float(found["seconds"]),
+        doing=location.collective,
+        line=location.line,
+        text=location.text,
+        stack=location.stack,
+    )
+
+
+def diagnose_timeout(ranks: Mapping[int, RankStatus], timed_out: Mapping[int, RankStatus]) -> HangDiagnosis | None:
+    """Name the ranks that did not arrive where the ranks in `timed_out` waited; None if no rank seems to be missing."""
+    first = next(iter(timed_out.values()))
+    statuses = {**ranks, **timed_out}
+    others = [where for where in statuses.values() if where.state not in ("waits", "moves")]
+    living = [where for where in others if where.state != "ended"]
+    location = (first.doing, first.line)
+    minority = [
+        where for where in statuses.values() if where.state == "waits" and (where.doing, where.line) != location
+    ]
+    missing = living or [where for where in minority if where.rank not in timed_out] or others
+    if not missing:
+        return None
+    waiting = [where for where in statuses.values() if where.state == "waits" and where not in missing]
+    return HangDiagnosis(waiting=tuple(waiting), missing=tuple(missing), seconds=first.idle_seconds)

@@ -75,7 +75,8 @@ PHASES: tuple[RunPhase, ...] = (
             "torch/distributed/elastic/rendezvous/",
             "torch/distributed/elastic/utils/store.py",
             "rankless/runtime/rendezvous/",
-            "rankless/runtime/hooks/default_group",
+            "rankless/runtime/process_groups",
+            "rankless/runtime/hooks/init_process_group",
         ),
     ),
     RunPhase(
@@ -166,13 +167,3 @@ def find_phase(files: Sequence[str], *, is_joining: bool, is_at_end: bool) -> Ph
             if any(part in file for part in phase.files):
                 return phase.name
     return "end" if is_at_end else "script"
-
-
-def make_rows() -> list[tuple[str, str, str, str]]:
-    """Return the table's rows for the docs: phase, which process may wait for which, how recognized, after how long."""
-    rows = []
-    for phase in PHASES:
-        first = max(STARTUP_STALL_SECONDS, phase.least_seconds)
-        later = "" if phase.least_seconds == first else f", after the first step {phase.least_seconds:g} s"
-        rows.append((phase.title, phase.waits, phase.recognized_by, f"{first:g} s{later}"))
-    return rows

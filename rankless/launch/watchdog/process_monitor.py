@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog.process_stats import ActivityTracker
 from rankless.records.events import (
     NO_RANK,
@@ -20,6 +19,7 @@ from rankless.records.events import (
     ProcessRestarted,
     ProcessState,
 )
+from rankless.records.live_run import ProcessRow
 from rankless.records.server_activity import ServerActivity
 from rankless.records.shared_record import read_record
 

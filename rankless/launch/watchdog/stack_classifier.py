@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog.phases import BY_NAME, PhaseName, extension_files, find_phase
 from rankless.launch.watchdog.stacks import Frame
-from rankless.user_code import PACKAGE_FOLDER, STANDARD_FOLDER, is_library
+from rankless.user_code import PACKAGE_FOLDER, STANDARD_FOLDER, is_library, shorten_path
 
 _WORKER = os.path.join(PACKAGE_FOLDER, "runtime", "worker.py")
 _C10D = "torch/distributed/distributed_c10d.py"
@@ -36,14 +36,15 @@ _WAITING_MODULES = (
     "compiler/",
     "runtime/rendezvous/",
     "runtime/process_context.py",
-    "runtime/hooks/default_group.py",
+    "runtime/process_groups.py",
+    "runtime/hooks/init_process_group.py",
 )
 _MODULE_LABELS = {
     "jobs/job.py": "a job's call",
     "data/loader.py": "a loader",
     "data/logical_tensor.py": "an operation on a logical batch",
     "runtime/current_context.py": "the rendezvous at the start",
-    "runtime/hooks/default_group.py": "init_process_group",
+    "runtime/hooks/init_process_group.py": "init_process_group",
     "runtime/worker.py": "the end of the script",
 }
 _MAX_FRAMES = 6
@@ -137,19 +138,6 @@ def find_script_folder(frames: Sequence[Frame]) -> str:
 def format_line(frame: Frame, folder: str = "") -> str:
     """Format a frame's file and line as "train.py:33"; see `shorten_path`."""
     return f"{shorten_path(frame.file, folder)}:{frame.line}"
-
-
-def shorten_path(path: str, folder: str = "") -> str:
-    """Return a path relative to the script's folder, or to the working directory, if it lies below one of them.
-
-    Stacks of ranks are compared, and hosts may keep the same script in different folders.
-    """
-    if folder and path.startswith(folder + os.sep):
-        return path.removeprefix(folder + os.sep)
-    if not os.path.isabs(path):
-        return path
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
 
 
 def truncate_stack(stack: Sequence[str]) -> list[str]:

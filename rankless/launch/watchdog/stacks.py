@@ -24,6 +24,8 @@ from rankless.records.worker_status import (
 
 RESPONSE_TIMEOUT_SECONDS = 1.0
 """For the stacks of one process."""
+TRACEBACK_FRAME = re.compile(r'^ *File "(.*)", line (\d+), in (.*)$', re.MULTILINE)
+"""A frame of a traceback, as Python prints it."""
 _PROCESS = re.compile(r"Process (\d+)\n")
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+) ")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -48,6 +50,11 @@ def parse_main_stack(text: str, main_thread: int) -> list[Frame]:
         elif frame := _FRAME.match(line):
             frames.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
     return stacks.get(main_thread) or frames
+
+
+def parse_traceback(text: str) -> list[Frame]:
+    """Return the frames of a traceback, outermost first."""
+    return [Frame(file, int(line), function) for file, line, function in TRACEBACK_FRAME.findall(text)]
 
 
 class StackRequest:

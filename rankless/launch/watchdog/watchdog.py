@@ -10,7 +10,6 @@ import msgspec
 
 from rankless.config.worker_config import WorkerConfig
 from rankless.launch.peers import Peers
-from rankless.launch.roles import ProcessRow
 from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.process_stats import ActivityTracker
@@ -28,6 +27,7 @@ from rankless.records.events import (
     ScriptFinished,
     Started,
 )
+from rankless.records.live_run import ProcessRow
 from rankless.records.quantities import format_seconds
 from rankless.records.worker_status import open_page
 
@@ -152,7 +152,7 @@ class Watchdog:
             self._finished.add(record.rank)
             self._ended.add(record.rank)
         elif isinstance(record, Raised):
-            where = load_part("timed_out_collectives").parse_timeout(record)
+            where = load_part("missing_ranks").parse_timeout(record)
             if where is not None:
                 self._timed_out[record.rank] = where
                 self._is_requested = True
@@ -297,7 +297,7 @@ class Watchdog:
                 yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, processes)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
-        diagnosis = load_part("timed_out_collectives").find_missing(statuses, self._timed_out)
+        diagnosis = load_part("missing_ranks").diagnose_timeout(statuses, self._timed_out)
         if diagnosis is not None:
             self._is_finished = True
             yield self._make_verdict(diagnosis, more="; PyTorch's timeout expired")

@@ -63,12 +63,6 @@ class WorkerMonitor:
         """The counters in the worker's shared memory."""
         return read_page(self._descriptor)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether the worker's process exists."""
-        stats = read_process_stats(self.activity.process_id)
-        return stats is not None and stats.state not in "ZX"
-
     def update(self, now: float) -> None:
         """Read the process's counters and the size of its log files."""
         # Stacks that this process has requested are no activity of the worker.

@@ -73,7 +73,8 @@ def enter_float64_mode() -> None:
     def load_widened(*args: Any, **kwargs: Any) -> Any:
         return pytree.tree_map(widen, load(*args, **kwargs))
 
-    _replace(torch, set_widened_default, load_widened)
+    module: Any = torch
+    module.set_default_dtype, module.load = set_widened_default, load_widened
     Float64Mode().__enter__()  # type: ignore[no-untyped-call]  # untyped in torch
 
 
@@ -102,11 +103,6 @@ def widen_mixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
         item.to(torch.float64) if isinstance(item, Tensor) and item.dtype in LOW_PRECISION else item for item in args
     )
-
-
-def _replace(module: Any, set_default_dtype: Callable[..., None], load: Callable[..., Any]) -> None:
-    module.set_default_dtype = set_default_dtype
-    module.load = load
 
 
 def multiply_groups(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
+from rankless.config.hosts import Endpoint
 from rankless.errors import ConfigError
 
 ADDRESS_FORMS = "tcp://HOST:PORT or file:///SHARED/PATH"
@@ -24,8 +25,7 @@ class RendezvousParameters:
     """Whether a launcher serves a store at the address. Otherwise rank 0 does."""
 
     def __str__(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"tcp://{host}:{self.port}" if self.kind == "tcp" else f"file://{self.path}"
+        return f"tcp://{Endpoint(self.host, self.port)}" if self.kind == "tcp" else f"file://{self.path}"
 
 
 def parse_rendezvous_address(

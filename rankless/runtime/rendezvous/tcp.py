@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory_file import host_identity
+from rankless.config.hosts import listen_on
 from rankless.errors import JoinError
+from rankless.records.quantities import format_ranks
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
 
 NOTICE_AFTER_SECONDS = 5.0
@@ -151,10 +152,9 @@ def _open_store(parameters: RendezvousParameters, deadline: JoinDeadline) -> Any
 
 
 def _listen(parameters: RendezvousParameters) -> int:
-    family = socket.AF_INET6 if ":" in parameters.host else socket.AF_INET
     for attempt in range(MAX_LISTEN_ATTEMPTS):
         try:
-            return socket.create_server((parameters.host, parameters.port), family=family, backlog=1024).detach()
+            return listen_on(parameters.host, parameters.port).detach()
         except OSError as error:
             # The store of an earlier rendezvous of this process may take a moment to close.
             if attempt + 1 == MAX_LISTEN_ATTEMPTS or "in use" not in str(error):

@@ -53,7 +53,9 @@ def job_of(config: RunConfig) -> ReadyJob:
         store_port=1,
         launcher_variables={ENDPOINTS: ",".join(f"127.0.0.1:{6070 + rank}" for rank in range(count))},
     )
-    return ReadyJob(peers=Peers(), start=start, profile=load_profile(config.launcher), devices=(config.devices,))
+    return ReadyJob(
+        peers=Peers(), start=start, profile=load_profile(config.request.launcher), devices=(config.devices,)
+    )
 
 
 def environments(config: RunConfig) -> list[dict[str, str | None]]:
@@ -267,7 +269,7 @@ def test_a_log_file_that_paddle_wrote_is_kept(tmp_path: Path, monkeypatch: pytes
         config = config_of(f"--nproc_per_node={count}")
         make_run_folder(
             config,
-            load_profile(config.launcher),
+            load_profile(config.request.launcher),
             msgspec.structs.replace(job_of(config).start, run_id=f"run{count}"),
             0,
         )

@@ -47,7 +47,7 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
         store_address="127.0.0.1",
         store_port=1,
     )
-    services = load_profile(config.launcher).open_services(
+    services = load_profile(config.request.launcher).open_services(
         config, addresses=["127.0.0.1"], worker_counts=[config.worker_count], store_address="127.0.0.1"
     )
     with services as variables:
@@ -56,7 +56,9 @@ def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
         addresses=tuple(f"tcp://{each}" for each in addresses), hosts=(0,) * len(addresses), role="server"
     )
     start = msgspec.structs.replace(start, roles={"servers": agreed})
-    return ReadyJob(peers=Peers(), start=start, profile=load_profile(config.launcher), devices=(config.devices,))
+    return ReadyJob(
+        peers=Peers(), start=start, profile=load_profile(config.request.launcher), devices=(config.devices,)
+    )
 
 
 def servers_in(config: RunConfig) -> RequestedServers:
@@ -193,7 +195,7 @@ def test_lists_of_several_hosts_give_each_host_its_part(workers: str, wanted: li
     assert ([host.workers for host in config.cluster.hosts], config.cluster.host_index) == (counts, 1)
     assert (config.cluster.agent_start, config.worker_count, servers_in(config).count) == ("script", counts[1], 2)
     assert config.devices == tuple(f"cuda:{number}" for number in range(counts[1]))
-    services = load_profile(config.launcher).open_services(
+    services = load_profile(config.request.launcher).open_services(
         config, addresses=named("xx,yy").split(","), worker_counts=counts, store_address=named("xx")
     )
     with services as variables:
@@ -304,7 +306,7 @@ def test_lists_of_several_hosts_place_heterogeneous_workers(workers, others, cou
     own = names.index("198.51.100.8")
     first, (count, heterogeneous) = sum(count for count, _ in counts[:own]), counts[own]
     assert config.devices == ("cpu",) * (count - heterogeneous) + ("cuda:0", "cuda:1")[:heterogeneous]
-    profile = load_profile(config.launcher)
+    profile = load_profile(config.request.launcher)
     with profile.open_services(
         config, addresses=names, worker_counts=[each for each, _ in counts], store_address=names[0]
     ) as variables:
@@ -335,7 +337,7 @@ def test_numbers_of_heterogeneous_workers_are_those_of_each_host(gpus):
     assert config.mesh[0].stage_workers == ((0, 1, 3, 4), (2, 5))
     listed = config_of(*line.replace("--nnodes=2 --master=127.0.0.1:9988", "--ips=127.0.0.1,198.51.100.7")[:-9].split())
     assert listed.mesh == config.mesh
-    profile = load_profile(config.launcher)
+    profile = load_profile(config.request.launcher)
     names = [profile.log_files("", rank, rank % 3).output for rank in range(6)]
     assert names == ["workerlog.0", "workerlog.1", "heterlog.0", "workerlog.2", "workerlog.3", "heterlog.1"]
 

@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.errors import CollectiveError
 from rankless.extensions.horovod.engine.coordinator_table import (
     ScheduledBatch,
@@ -34,6 +33,7 @@ from rankless.extensions.horovod.engine.coordinator_table import (
 from rankless.extensions.horovod.engine.messages import RequestMetadata
 from rankless.extensions.horovod.engine.requests import UNNAMED_PREFIX
 from rankless.extensions.horovod.engine.timeline import Timeline
+from rankless.records.quantities import format_ranks
 
 
 def find_mismatch(key: str, requests: Mapping[int, RequestMetadata], joined: Sequence[int]) -> str:

@@ -10,8 +10,8 @@ some ranks have made, and that they have all refused.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.extensions.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
+from rankless.records.quantities import format_ranks
 
 
 @dataclass(eq=False)

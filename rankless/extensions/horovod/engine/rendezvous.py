@@ -18,7 +18,6 @@ from typing import Any
 
 import msgspec
 
-from rankless.collectives.call_signature import format_ranks
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.errors import JoinError
 from rankless.extensions.horovod.engine.connections import ConnectionClosed, RankConnection
@@ -32,6 +31,7 @@ from rankless.extensions.horovod.engine.messages import (
 from rankless.extensions.horovod.exceptions import HorovodInternalError
 from rankless.records.new_clients import NewClients
 from rankless.records.private_files import is_own_user
+from rankless.records.quantities import format_ranks
 
 LOG_INTERVAL_SECONDS = 5.0
 ACCEPTS_PER_POLL = 64

@@ -35,7 +35,6 @@ from rankless.launch.supervisor.supervisor import (
     STOP_GRACE_SECONDS,
     choose_stop_times,
 )
-from rankless.launch.supervisor.terminal_text import format_count
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
 from rankless.launch.watchdog.report import describe_status, describe_waiting
@@ -52,7 +51,7 @@ from rankless.records.events import (
     RankStatus,
     ScriptFinished,
 )
-from rankless.records.quantities import format_ranks, format_seconds
+from rankless.records.quantities import format_count, format_ranks, format_seconds
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class HostAgent:
         self._task = task
         self._connection = connection
         self._config = make_run_config(task.program, task.request)
-        self._profile = load_profile(self._config.launcher)
+        self._profile = load_profile(self._config.request.launcher)
         os.makedirs(task.folder, exist_ok=True)
         address, driver_address = environment.ssh_addresses()
         self._interface = interface_of(address)

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from rankless.errors import LaunchError
 from rankless.extensions.servers.config import CANNOT_CONTINUE, DEFAULT_SERVER_RESTARTS, SERVER_ROLE, find_original
 from rankless.extensions.servers.launch.server_process import ServerLaunch, ServerPhase, ServerProcess
-from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts, RendezvousInterrupted
 from rankless.records.events import NO_RANK, ProcessExited, ProcessRestarted
+from rankless.records.live_run import ProcessRow
 from rankless.runtime.process_tree import descendants, send_signal
 
 START_SECONDS = 60.0
@@ -68,7 +68,6 @@ class ServerProcesses:
                 address=each.launch.config.address,
                 log_file=os.path.relpath(each.launch.log_file),
                 copy_of=find_original(each.index, each.launch.config.server_count),
-                is_restarting=each.stage == "restarting",
                 stage=each.stage,
                 restarts=each.incarnation,
                 status_descriptor=each.status_descriptor,

@@ -36,10 +36,11 @@ from rankless.launch.peers import Peers
 from rankless.launch.rendezvous.host_facts import RoleFacts
 from rankless.launch.rendezvous.job_token import derive_role_token
 from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
-from rankless.launch.roles import JoinedHosts, ProcessRole, ProcessRow, RoleHost, WorkerContent
+from rankless.launch.roles import JoinedHosts, ProcessRole, RoleHost, WorkerContent
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.records.connection_attempts import UsedPort
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
+from rankless.records.live_run import ProcessRow
 
 
 class LostServers:

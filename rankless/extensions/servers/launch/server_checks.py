@@ -5,7 +5,7 @@ import tempfile
 
 from rankless.errors import ConfigError
 from rankless.extensions.servers.launch.options import require_server_packages
-from rankless.records.check_results import CheckResult, make_failure, make_pass
+from rankless.records.doctor_records import CheckResult, make_failure, make_pass
 from rankless.runtime.subprocess_command import module_command
 
 CHECK_NAME = "parameter servers"

@@ -63,7 +63,7 @@ class SharedTables:
             loss = loss._replace(
                 run_for_all=share_for_all,
                 is_interrupted=recovery.is_interrupted,
-                recover=recovery.go_on,
+                recover=recovery.recover,
                 can_recover=True,
             )
         make: Callable[..., WorkerTables] = module.WorkerTables

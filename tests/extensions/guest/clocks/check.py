@@ -1,4 +1,4 @@
-from rankless.records.check_results import make_pass
+from rankless.records.doctor_records import make_pass
 
 
 def run_check():

@@ -21,7 +21,6 @@ from rankless.errors import ServerError
 from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_process import ServerLaunch
-from rankless.launch.roles import ProcessRow
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import find_lost_process
 from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_processes, diagnose
@@ -36,6 +35,7 @@ from rankless.records.events import (
     Raised,
     RankStatus,
 )
+from rankless.records.live_run import ProcessRow
 from rankless.records.run_summary import decode_run_summary
 
 WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
@@ -129,17 +129,17 @@ def test_the_monitor_follows_a_server_that_is_started_again():
     monitor = ProcessMonitor(lambda: rows)
     monitor.update(0.0)
     assert (monitor.is_restarting, monitor.seconds_since_restart(5.0)) == (False, float("inf"))
-    rows[0] = dataclasses.replace(rows[0], process_id=os.getppid(), is_restarting=True)
+    rows[0] = msgspec.structs.replace(rows[0], process_id=os.getppid(), stage="restarting")
     for now in (5.0, 7.0):
         monitor.update(now)
         assert (monitor.is_restarting, monitor.seconds_since_restart(now)) == (True, 0.0)
         (status,) = monitor.list_statuses(now)
         assert (status.doing, status.holds_up) == ("is being started again", False)
-    rows[0] = dataclasses.replace(rows[0], is_restarting=False)
+    rows[0] = msgspec.structs.replace(rows[0], stage="serves")
     monitor.update(8.0)
     assert (monitor.is_restarting, monitor.seconds_since_restart(8.0)) == (False, 1.0)
     assert re.fullmatch(r"(computes|is idle) \(\d+ % CPU\)", monitor.list_statuses(8.0)[0].doing)
-    rows[0] = dataclasses.replace(rows[0], process_id=os.getpid())  # between two updates it died and served again
+    rows[0] = msgspec.structs.replace(rows[0], process_id=os.getpid())  # between two updates it died and served again
     monitor.update(9.0)
     assert monitor.seconds_since_restart(9.0) == 0.0
 

@@ -1,4 +1,7 @@
-"""Shuts down the connections between ranks from another process, so that a rank that waits in a collective raises.
+"""Releases ranks that wait in a collective for one that does not answer, from the parent of the ranks.
+
+The fork server calls this when a run ends before its ranks do: what waits in their connections, or in their groups in
+shared memory, raises.
 
 Note [cutting]: a collective waits in C++ for minutes if its peer is silent, is stopped or never arrives. Meanwhile no
 Python of that rank runs: no signal handler, no `except`, no `finally`. To close its connections from inside would take
@@ -11,7 +14,6 @@ the ranks writes there that the run ends. It finds the memory among the open fil
 launcher's own user.
 """
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -33,6 +35,9 @@ from rankless.runtime.process_tree import descendants
 
 _PIDFD_GETFD = 438
 """The system call's number, the same on all architectures; neither Python nor older C libraries have it."""
+_WORD = struct.Struct("=Q")
+_NAME_PART = "rankless-"
+"""In the name of every memory that processes of a run share."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ def cut_connections(ranks: Mapping[int, int], *, hosts: Collection[str], store_p
         owners = {end.own: end.rank for end in ends}
         for end in ends:
             if end.other[0] in hosts or end.other[1] == store_port or owners.get(end.other, end.rank) != end.rank:
-                with contextlib.suppress(OSError):  # the other side may have closed it
+                with suppress(OSError):  # the other side may have closed it
                     end.socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -72,14 +77,14 @@ def _ends_of(process_id: int, rank: int, stack: ExitStack) -> Iterator[_Connecti
             continue
         stack.callback(os.close, process)
         for copy in _sockets_of(each, process, stack):
-            with contextlib.suppress(OSError):  # it is not connected
+            with suppress(OSError):  # it is not connected
                 yield _ConnectionEnd(rank, copy, _address(copy.getsockname()), _address(copy.getpeername()))
 
 
 def _sockets_of(process_id: int, process: int, stack: ExitStack) -> Iterator[socket.socket]:
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         for name in os.listdir(f"/proc/{process_id}/fd"):
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 if os.readlink(f"/proc/{process_id}/fd/{name}").startswith("socket:"):
                     copy = stack.enter_context(socket.socket(fileno=_copy_descriptor(process, int(name))))
                     if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
@@ -97,11 +102,6 @@ def _copy_descriptor(process: int, descriptor: int) -> int:
 def _address(name: tuple[str, int]) -> tuple[str, int]:
     """Return address and port. An IPv4 connection of an IPv6 socket has its IPv4 address."""
     return name[0].removeprefix("::ffff:"), name[1]
-
-
-_WORD = struct.Struct("=Q")
-_NAME_PART = "rankless-"
-"""In the name of every memory that processes of a run share."""
 
 
 def end_shared_groups(process_ids: Iterable[int]) -> None:

@@ -1,27 +1,31 @@
-"""Goes on without lost workers: this process's side of Note [operations] in `context.world`.
+"""Continues a run without lost workers: this process's side of Note [operations] in `context.world`.
 
 The agent ends the round of a lost worker, and starts the next one when all others have asked for it
-(`launch.recovery.survivors`).
+(`launch.recovery.survivors`). The workers that are left then make a process group, and a world with it (decision 0049).
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.collectives.desync_detection import DesyncDetector
+from rankless.config.run_config import Backend
 from rankless.context.joint_events import JointEvents
 from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError
 from rankless.ownership.state_owner import StateOwner
+from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.encoding import encode_msgpack
 from rankless.runtime.elastic_round import ElasticMember, Round
-from rankless.runtime.recovery.round_world import arrange_kinds
+from rankless.runtime.hooks.torch_settings import find_original_destroy
+from rankless.runtime.process_groups import make_world_group, make_world_mesh
 
 Result = TypeVar("Result")
 
@@ -42,30 +46,27 @@ class _Progress(msgspec.Struct, frozen=True):
     """How many steps of participants they include."""
 
 
-class Regrouping(Protocol):
-    """Makes the world of a round; the process's context does."""
-
-    def join_round(self, joined: Round) -> World:
-        """Leave the process group, join that of a round, and return a world with it. Collective."""
-        ...
-
-    def enter(self, world: World) -> None:
-        """Use a world from now on."""
-        ...
-
-
 class WorkerRecovery:
     """Runs operations of all workers, again without those that are lost meanwhile."""
 
-    def __init__(self, member: ElasticMember, context: Regrouping, joint: JointEvents) -> None:
+    def __init__(
+        self,
+        member: ElasticMember,
+        joint: JointEvents,
+        *,
+        join_round: Callable[[Round], World],
+        enter: Callable[[World], None],
+    ) -> None:
         """Make operations once `begin` has been called.
 
         Args:
             member: The connection to the agent.
-            context: Makes the world of a round.
-            joint: Counts the steps that extensions commit, and goes on in each world.
+            joint: Counts the steps that extensions commit, and continues in each world.
+            join_round: Leaves the process group, joins that of a round, and returns a world with it. Collective.
+            enter: Lets this process use a world from now on.
         """
-        self._member, self._context, self._joint = member, context, joint
+        self._member, self._joint = member, joint
+        self._join_round, self._enter = join_round, enter
         self._world: World | None = None
         self._passed = 0
         self._counted = 0
@@ -103,7 +104,7 @@ class WorkerRecovery:
         is_in_step: bool = False,
     ) -> Result:
         """Return what an operation returns. Within another one it is part of that."""
-        if self._is_inside or self.world.mesh.size == 1:
+        if self._is_inside or self.world.mesh.size == 1:  # a lone worker has nobody to lose
             return attempt(self.world)
         if not is_in_step:
             self._counted = self._joint.committed
@@ -150,7 +151,7 @@ class WorkerRecovery:
         """Return whether a worker has been lost, and the others have not formed a group anew."""
         return self._member.has_ended and self.world.mesh.size > 1
 
-    def go_on(self) -> None:
+    def recover(self) -> None:
         """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
         if self._is_inside:
             raise
@@ -185,13 +186,13 @@ class WorkerRecovery:
         if world.numbering.kinds and self._divided is None:
             self._divided = before
         self._world, self._passed, self._counted = world, passed, counted
-        self._context.enter(world)
+        self._enter(world)
         self._joint.regroup(world.numbering, counted)
         self._member.report_joined()
 
     def _join(self, joined: Round) -> tuple[World, int, int]:
         """Join a round. Return its world, and how many operations and steps count."""
-        world = self._context.join_round(joined)
+        world = self._join_round(joined)
         started = world.numbering
         own = _Progress(started.own, self._passed, max(self._counted, self._joint.committed))
         gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
@@ -219,3 +220,46 @@ def _has_group_failed(error: BaseException | None) -> bool:
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return False
+
+
+def join_round_world(before: World, joined: Round, backend: Backend) -> tuple[World, Callable[[], None]]:
+    """Leave the process group, join that of a round, and return a world with it. Collective.
+
+    Args:
+        before: The world so far.
+        joined: The round.
+        backend: The backend of the run's default process group.
+
+    Returns:
+        The world, and the function that destroys its group.
+    """
+    device, place = before.mesh.device, joined.assignment
+    if isinstance(before.mesh.desync_detector, DesyncDetector):
+        before.mesh.desync_detector.close()
+    if dist.is_initialized():
+        find_original_destroy()()
+    end = make_world_group(
+        backend, device, store=joined.store, rank=place.rank, world_size=place.size, must_be_abortable=True
+    )
+    mesh = make_world_mesh(device)
+    detector = DesyncDetector(mesh, notify=before.notify) if mesh.size > 1 else None
+    if detector is not None:
+        detector.open()
+    return replace(before, mesh=replace(mesh, desync_detector=detector)), end
+
+
+def arrange_kinds(mesh: Mesh, members: Sequence[int], kinds: Sequence[Sequence[int]]) -> Mesh:
+    """Return the mesh of a round with its workers along one axis `pipeline`, if some are heterogeneous.
+
+    Args:
+        mesh: The workers, along one axis `data`.
+        members: The number of each, by rank.
+        kinds: The numbers of the workers of each kind with which the run began; none if all are alike.
+    """
+    if not kinds:
+        return mesh
+    ranks = tuple(tuple(rank for rank, number in enumerate(members) if number in kind) for kind in kinds)
+    axis = MeshAxis(
+        name="pipeline", role="pipeline", rank=mesh.rank, size=mesh.size, group=mesh.group, stage_workers=ranks
+    )
+    return replace(mesh, axes=(axis,))

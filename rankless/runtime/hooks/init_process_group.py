@@ -1,13 +1,20 @@
-"""Gives a script that makes its own Gloo group one in shared memory, or a hierarchical one, where that is safe.
+"""Replaces `init_process_group` for scripts that make their own default group: a faster group, and the run's store.
 
-It is safe if all ranks of the run are in the group, on the CPU, and the script asks for nothing that only Gloo has. The
-decision follows from the run and the call, so all ranks make the same one. A script that relies on the name of the
-backend, or runs with TORCH_DISTRIBUTED_DEBUG=DETAIL, keeps Gloo by `--backend gloo` or by itself.
+A Gloo group is made in shared memory, or hierarchical, where that is safe (`use_fastest_group`). It is safe if all
+ranks of the run are in the group, on the CPU, and the script asks for nothing that only Gloo has. The decision follows
+from the run and the call, so all ranks make the same one. A script that relies on the name of the backend, or runs with
+TORCH_DISTRIBUTED_DEBUG=DETAIL, keeps Gloo by `--backend gloo` or by itself.
+
+The group gets the store of the run instead of one that anyone can reach (`use_run_store`). PyTorch's own store would
+listen on all interfaces of the host, and accept every connection. The store of the run asks for its token. A script
+gets it if it asks for a store at an address, and its rank and the number of ranks are those of the run: then all ranks
+of the run make the call. A store that the script opens itself is the script's.
 """
 
 import functools
 import importlib
 import inspect
+import itertools
 import os
 import time
 from collections.abc import Callable
@@ -18,11 +25,25 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
-from rankless.runtime.rendezvous.original_init import ORIGINAL
+from rankless.config import environment
+from rankless.config.worker_config import WorkerConfig
+from rankless.runtime.rendezvous.run_store import open_worker_store
 
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")
 _OWN_BACKENDS = ("shared_memory", "hierarchical")
+_ADDRESSED = ("env://", "tcp://")
 RETRY_SECONDS = 0.02
+ORIGINAL = "rankless_original"
+"""The attribute of a hook's function with the function of PyTorch that it replaces."""
+
+
+def find_original_init() -> Callable[..., None]:
+    """Return `dist.init_process_group`, or what our hooks call in its place.
+
+    A group that cannot have shared memory is made of Gloo. The hook would try to share memory again.
+    """
+    init: Callable[..., None] = dist.init_process_group
+    return getattr(init, ORIGINAL, init)
 
 
 def use_fastest_group(
@@ -45,13 +66,14 @@ def use_fastest_group(
         nonlocal has_had_group
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
+        # A process that the script forks is no rank of the run: it keeps PyTorch's function.
         if os.getpid() != process_id or not _is_safe(call.arguments, rank, world_size):
             init(*args, **kwargs)
             return
         given = call.arguments
         timeout = given["timeout"] or groups.default_pg_timeout
         # Imported here: a script that makes no group needs none of this.
-        process_groups = importlib.import_module("rankless.runtime.rendezvous.process_group")
+        process_groups = importlib.import_module("rankless.runtime.process_groups")
 
         def make_group() -> None:
             request = process_groups.GroupRequest(
@@ -71,8 +93,9 @@ def use_fastest_group(
 
     setattr(init_process_group, ORIGINAL, init)
     barrier = _extend_barrier(monitored_barrier)
+    module: Any
     for module in (groups, dist):
-        _replace(module, init_process_group, barrier)
+        module.init_process_group, module.monitored_barrier = init_process_group, barrier
 
 
 def _extend_barrier(monitored_barrier: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +149,37 @@ def _find_store(given: dict[str, Any], timeout: timedelta) -> Any:
     return dist.PrefixStore("default_pg", store)  # type: ignore[attr-defined]  # public, missing in the stubs
 
 
-def _replace(module: Any, init_process_group: Callable[..., None], monitored_barrier: Callable[..., Any]) -> None:
-    module.init_process_group = init_process_group
-    module.monitored_barrier = monitored_barrier
+def use_run_store(config: WorkerConfig) -> None:
+    """Replace `init_process_group` in a worker."""
+    process_id, numbers, rank, world_size = os.getpid(), itertools.count(), config.rank, config.world_size
+    open_store = functools.cache(functools.partial(open_worker_store, config))
+    init = groups.init_process_group
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if os.getpid() == process_id and not dist.is_initialized() and _is_of_run(given, rank, world_size):
+            # A script may make a group after another one, whose keys the store still has.
+            store = dist.PrefixStore(f"script/{next(numbers)}/default_pg", open_store())  # type: ignore[attr-defined]  # public, missing in the stubs
+            given |= {"init_method": None, "store": store, "rank": rank, "world_size": world_size}
+        init(**call.arguments)  # by name, for functions around it that set an argument
+
+    setattr(init_process_group, ORIGINAL, getattr(init, ORIGINAL, init))
+    module: Any
+    for module in (groups, dist):
+        module.init_process_group = init_process_group
+
+
+def _is_of_run(given: dict[str, Any], rank: int, world_size: int) -> bool:
+    """Whether a call asks for a store at an address, for all ranks of the run."""
+    method = given["init_method"]
+    # With a query, the address itself names rank or world size.
+    if given["store"] is not None or given.get("_ranks") is not None or "?" in (method or ""):
+        return False
+    wants = (given["rank"], given["world_size"])
+    own_rank, own_size = environment.rank_and_size()
+    found = tuple(own if each == -1 else each for each, own in zip(wants, (own_rank, own_size), strict=True))
+    return found == (rank, world_size) and (method or "env://").startswith(_ADDRESSED)

@@ -1,19 +1,19 @@
-"""Makes the default process group of a job.
+"""Makes the process groups of a job: the default one, and those of the axes of its mesh.
 
-It is in shared memory where all ranks are on one host, and hierarchical where hosts have several; else of Gloo or NCCL.
-
-No other module makes process groups, except for a process that is alone.
+The default one is in shared memory where all ranks are on one host, and hierarchical where hosts have several; else of
+Gloo or NCCL. No other module makes process groups, except for a process that is alone.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as groups
+from torch.distributed.device_mesh import init_device_mesh
 
 from rankless.collectives.backends import register_backend
 from rankless.collectives.backends.group_failure import Membership
@@ -25,8 +25,10 @@ from rankless.config import environment
 from rankless.config.run_config import Backend
 from rankless.config.shared_memory_support import Support
 from rankless.errors import JoinError
+from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
+from rankless.records.parallel_plan import PlannedAxis
+from rankless.runtime.hooks.init_process_group import find_original_init
 from rankless.runtime.rendezvous.job_rendezvous import print_notice
-from rankless.runtime.rendezvous.original_init import find_original_init
 from rankless.runtime.rendezvous.run_store import STORE_TIMEOUT
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS
 
@@ -38,23 +40,18 @@ CONFIRMED_KEY = "rankless/confirmed"
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRequest:
-    """The default process group that all ranks of a job are to make.
-
-    Attributes:
-        store: A `torch.distributed.Store` that all ranks share.
-        rank: This process's rank.
-        size: The number of ranks.
-        timeout: How long the ranks wait for each other in its collectives.
-        has_several_hosts: Whether the launcher has started the ranks on several hosts. Default: it does not say.
-        must_be_abortable: Whether a rank must be able to end the group for all, as one of Gloo cannot be.
-    """
+    """The default process group that all ranks of a job are to make."""
 
     store: Any
+    """A `torch.distributed.Store` that all ranks share."""
     rank: int
     size: int
     timeout: timedelta = field(default_factory=lambda: groups.default_pg_timeout)
+    """How long the ranks wait for each other in its collectives."""
     has_several_hosts: bool = False
+    """Whether the launcher has started the ranks on several hosts. Default: it does not say."""
     must_be_abortable: bool = False
+    """Whether a rank must be able to end the group for all, as one of Gloo cannot be."""
 
 
 def make_world_group(
@@ -183,3 +180,49 @@ def _wait_for_count(store: Any, key: str, world_size: int) -> int:
         time.sleep(interval_seconds)
         interval_seconds = min(2 * interval_seconds, 0.02)
     return count
+
+
+def make_world_mesh(device: torch.device, axes: Sequence[PlannedAxis] = ()) -> Mesh:
+    """Return the mesh of all workers. Collective if it has several axes.
+
+    PyTorch's `DeviceMesh` makes the process groups.
+
+    Args:
+        device: This worker's device.
+        axes: The axes from the outermost. Those with one worker are left out. Default: one axis `data`.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return Mesh.solo(device)
+    rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    divided = [axis for axis in axes if axis.size > 1]
+    if not divided:
+        return Mesh(rank=rank, size=size, device=device, group=world)
+    if len(divided) == 1:
+        (axis,) = divided
+        made = MeshAxis(
+            name=axis.name,
+            role=read_role(axis),
+            rank=rank,
+            size=size,
+            group=world,
+            stage_workers=axis.stage_workers,
+        )
+        return Mesh(rank=rank, size=size, device=device, group=world, axes=(made,))
+    names = tuple(axis.name for axis in divided)
+    grid = init_device_mesh(device.type, tuple(axis.size for axis in divided), mesh_dim_names=names)
+    made_axes = tuple(
+        MeshAxis(
+            name=axis.name,
+            role=read_role(axis),
+            rank=grid.get_local_rank(axis.name),
+            size=axis.size,
+            group=grid.get_group(axis.name),
+        )
+        for axis in divided
+    )
+    return Mesh(rank=rank, size=size, device=device, group=world, axes=made_axes)
+
+
+def read_role(axis: PlannedAxis) -> AxisRole:
+    """Return the role of a planned axis, which the plan has as text."""
+    return next(role for role in get_args(AxisRole) if role == axis.role)

@@ -1,1 +1,0 @@
-"""How a worker continues without others that were killed (decision 0049)."""
