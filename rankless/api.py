@@ -23,9 +23,9 @@ from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.deferred_models.building import DeferredBuild
 from rankless.errors import ConfigError
-from rankless.jobs.argument_annotations import PerDevice, Whole
-from rankless.jobs.definition import Models, Optimizers, RandomSource, StepOptions
+from rankless.jobs.argument_placeholders import PerDevice, Whole
 from rankless.jobs.job import Job, divide_states_of_jobs, make_job
+from rankless.jobs.job_definition import Models, Optimizers, RandomSource, StepOptions
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Spawned

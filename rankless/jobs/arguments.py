@@ -16,7 +16,7 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.data.reader_tensor import ReaderTensor
 from rankless.errors import CaptureError, ConfigError, DataError
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.parallel.batch_division import BatchDivision, divides_batches
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Shard, Sharding, split_lengths

@@ -22,7 +22,7 @@ from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.jobs.arguments import TENSOR, FlattenedArguments, find_leaf_paths
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.model_sync import check_models_equal, sync_models
 
 PIECES = 256

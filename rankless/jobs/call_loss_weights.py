@@ -14,8 +14,8 @@ from rankless.context.generator_states import GeneratorStates, restore_generator
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, get_shapes, get_shardings
-from rankless.jobs.definition import JobDefinition
 from rankless.jobs.gradient_accumulation import LossWeight
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram
 from rankless.jobs.programs.program_cache import ProgramCache, run_program
 

@@ -7,8 +7,8 @@ import torch
 
 from rankless.compiler.capture.global_modes import apply_autocast_state, get_autocast_state
 from rankless.context.world import World
-from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.dtype_override import use_default_dtype
+from rankless.jobs.job_definition import CallResult, JobDefinition
 
 
 def make_evaluation(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 
 
 def cast_job(job: JobDefinition, dtype: torch.dtype) -> None:

@@ -17,10 +17,11 @@ from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, TableError
-from rankless.jobs.argument_annotations import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
+from rankless.jobs.argument_placeholders import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import BatchDims, FlattenedArguments, flatten_arguments
 from rankless.jobs.call_seed import make_evaluation
-from rankless.jobs.definition import (
+from rankless.jobs.dtype_override import cast_arguments, require_floating
+from rankless.jobs.job_definition import (
     CallResult,
     JobDefinition,
     Models,
@@ -37,7 +38,6 @@ from rankless.jobs.definition import (
     require_settings,
     require_weighted_calls,
 )
-from rankless.jobs.dtype_override import cast_arguments, require_floating
 from rankless.jobs.optimizer_step import (
     OptimizerStepper,
     OtherGradients,

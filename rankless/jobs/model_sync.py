@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
-from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.side_effects import require_initialized
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.ir.sparse_tensor_parts import list_dense_parts
 from rankless.context.changes_outside_jobs import list_state_entries
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanksDiverged
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.records.encoding import encode_msgpack
 
 SHOWN = 3

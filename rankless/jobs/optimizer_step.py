@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, LostWorkerError, StepError
-from rankless.jobs.definition import CallResult, JobDefinition, StepOptions
 from rankless.jobs.gradient_accumulation import GradientAccumulator
+from rankless.jobs.job_definition import CallResult, JobDefinition, StepOptions
 from rankless.ownership.extension_modules import list_extension_modules
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 

@@ -10,19 +10,19 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, PositionDims, find_batch_dim, name_argument
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.programs.pipelines import choose_copies, choose_owner, count_microbatches
 from rankless.ownership.divided_owner import DividedOwner
-from rankless.ownership.divided_parameter import GATHER_BYTES
 from rankless.ownership.extension_modules import list_extension_modules
-from rankless.ownership.optimizer_shards import READS_WHOLE, list_parameters, require_divisible
+from rankless.ownership.parameter_with_shards import GATHER_BYTES
 from rankless.ownership.shard_layout import divide_evenly, group_in_order, is_dense, order_dims
+from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters, require_divisible
 from rankless.parallel.mesh import Mesh, MeshAxis, find_axis, find_pipeline_axis, list_layer_axes
 from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths

@@ -234,7 +234,7 @@ class RunReport:
 
 def _load_error_lines() -> ModuleType:
     # Imported here: only a run in which something fails needs it.
-    return importlib.import_module("rankless.launch.supervisor.error_lines")
+    return importlib.import_module("rankless.launch.supervisor.failure_report")
 
 
 def conclude(

@@ -24,9 +24,8 @@ from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.errors import ConfigError
-from rankless.ownership.divided_parameter import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
-from rankless.ownership.optimizer_shards import find_state_layout, list_parameters, on_shards, share_state
+from rankless.ownership.parameter_with_shards import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
     RunTogether,
@@ -40,6 +39,7 @@ from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_s
 from rankless.ownership.shards_in_shared_memory import SharedMemoryShards, SharedValue
 from rankless.ownership.state_owner import Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
+from rankless.ownership.step_on_shards import find_state_layout, list_parameters, on_shards, share_state
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard

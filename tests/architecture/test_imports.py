@@ -72,7 +72,7 @@ def test_the_agent_of_a_longer_run_has_loaded_what_a_failure_needs(tmp_path: Pat
     sources = [file.read_text() for file in (PACKAGE / "launch").rglob("*.py")]
     parts = {f"watchdog.{name}" for text in sources for name in re.findall(r'load_part\("(\w+)"\)', text)}
     parts |= {name for text in sources for name in re.findall(r'"rankless\.launch\.(supervisor\.\w+)"\)', text)}
-    assert {"watchdog.report", "supervisor.failure_attribution", "supervisor.error_lines"} <= parts
+    assert {"watchdog.report", "supervisor.failure_attribution", "supervisor.failure_report"} <= parts
     assert {f"rankless.launch.{name}" for name in parts} <= set(list_modules_of_agent(tmp_path, from_start))
 
 

@@ -64,7 +64,7 @@ BROAD_EXCEPTS = {
     "rankless/data/batches_from_first_rank.py": "a data set is foreign code; the others raise, too",
     "rankless/jobs/views/view_choice.py": "operators are foreign code; all ranks raise what it becomes",
     "rankless/jobs/views/consistent.py": "the number of the call is taken back, and the error is raised again",
-    "rankless/compiler/capture/kept_tensors.py": "the script's state is restored, and the error is raised again",
+    "rankless/compiler/capture/tensors_kept_between_calls.py": "the script's state is restored, the error raised again",
     "rankless/jobs/job.py": "the script's own error gets a traceback without Rankless's frames",
     "rankless/extensions/servers/training/job_tables.py": "operators are foreign code; the call raises the error",
     "rankless/jobs/programs/program_cache.py": "capture with symbolic sizes may fail in the script's code",

@@ -15,7 +15,7 @@ from support.devices import DEVICE
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
-from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.capture.value_reads import ValueReads
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram

@@ -12,7 +12,7 @@ from support.devices import DEVICE, get_random_state, set_random_state
 from torch import Tensor, fx, nn
 
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
-from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.ir.local_kernels import join_blocks
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order

@@ -11,7 +11,7 @@ import torch
 from simulated_ranks import run_on_simulated_ranks
 from torch import Tensor, nn
 
-from rankless.compiler.capture.kept_tensors import Holder
+from rankless.compiler.capture.tensors_kept_between_calls import Holder
 from rankless.errors import CaptureError
 
 WIDTH = 6

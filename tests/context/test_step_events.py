@@ -11,8 +11,8 @@ from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.errors import StepsDone
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 

@@ -13,8 +13,8 @@ from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.jobs.arguments import get_sharding
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard

@@ -14,8 +14,8 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.context.world import World
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 SEED = 31

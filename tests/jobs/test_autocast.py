@@ -14,8 +14,8 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 

@@ -12,8 +12,8 @@ from rankless.collectives.desync_detection import DesyncDetector
 from rankless.context.world import World
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import RanksDiverged
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.tensor_placement import Shard, split_lengths
 
 pytestmark = pytest.mark.usefixtures("one_thread")

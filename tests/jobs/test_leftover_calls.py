@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from rankless.context.world import World
 from rankless.errors import RanklessError, StepError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 from rankless.user_code import display_name
 

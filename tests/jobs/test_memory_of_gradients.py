@@ -8,8 +8,8 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 STEPS = 3

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from bench.models import CHARACTERS, CONTEXT, GPT
 from rankless.context.world import RunSettings, World
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 
 LAYERS = 12
 MOST = 0.3

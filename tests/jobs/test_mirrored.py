@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.parallel.mesh import Mesh
 

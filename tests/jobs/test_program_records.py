@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rankless.context.world import RunSettings, World
 from rankless.jobs.arguments import flatten_arguments, get_shardings
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import collect_inputs
 from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.jobs.programs.program_records import describe_program

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import rankless
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.usefixtures("one_thread")

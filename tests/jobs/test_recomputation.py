@@ -10,8 +10,8 @@ from support.trainings import CASES as TRAININGS
 
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 OWN = {**recomputed_cases.CASES, **checkpointed_cases.CASES}

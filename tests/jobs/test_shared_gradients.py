@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rankless.collectives.backends import close_shared_memory_group, group_memory
 from rankless.compiler.scheduling.state_storage import FlatMemory
 from rankless.context.world import World
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 pytestmark = NEEDS_SHARED_GROUPS

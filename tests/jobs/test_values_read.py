@@ -9,8 +9,8 @@ from torch import nn
 from rankless.compiler.capture import value_reads
 from rankless.context.world import World
 from rankless.errors import CaptureError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.user_code import display_name

@@ -11,8 +11,8 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.records.parallel_plan import ZERO_LEVELS
 
 

@@ -8,8 +8,8 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.context.world import RunSettings, World
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 
 WIDTH = 512
 """A matrix has 1 MiB, the smallest group."""

@@ -10,8 +10,8 @@ from torch import nn
 from rankless.context.once import call_once
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanklessError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 

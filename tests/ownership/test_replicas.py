@@ -8,8 +8,8 @@ from torch import nn
 
 from rankless.context.world import World
 from rankless.errors import RanksDiverged
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.jobs.model_sync import check_models_equal, find_differing_tensors, sync_tensors
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import find_partition

@@ -8,8 +8,8 @@ from support.processes import on_mesh
 from support.training_runs import require_equal, run_in_float64
 from support.trainings import CASES
 
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 
 ALL = {**CASES, **ACCESSES, **SHARED_CASES}

@@ -17,8 +17,8 @@ from torch import nn
 
 from bench.models import GPT
 from rankless.context.world import RunSettings, World
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 KILLED = """

@@ -16,8 +16,8 @@ from rankless.collectives.backends import close_shared_memory_group, shared_regi
 from rankless.context.world import RunSettings, World
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.errors import CollectiveError
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.ownership import shards_in_shared_memory
 from rankless.parallel.mesh import Mesh
 

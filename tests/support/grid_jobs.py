@@ -9,8 +9,8 @@ from support.grids import make_grid
 from torch import Tensor, nn
 
 from rankless.context.world import World
-from rankless.jobs.definition import StepOptions
 from rankless.jobs.job import Job, make_job
+from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.plan import Plan
 

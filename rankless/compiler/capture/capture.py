@@ -38,11 +38,16 @@ from rankless.compiler.capture.global_modes import (
     get_autocast_state,
     require_grad_enabled,
 )
-from rankless.compiler.capture.graph_cleanup import add_generator_starts, clean_up, name_checks, name_inputs_and_outputs
-from rankless.compiler.capture.kept_tensors import find_kept, restore_after_failure
 from rankless.compiler.capture.results import ResultStructure, find_live, flatten_result, get_memory
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
+from rankless.compiler.capture.tensors_kept_between_calls import find_kept, restore_after_failure
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch
+from rankless.compiler.capture.trace_to_program import (
+    add_generator_starts,
+    clean_up,
+    name_checks,
+    name_inputs_and_outputs,
+)
 from rankless.compiler.capture.value_reads import LateQuestion, ValueNeeded, ValueReads
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.ir.counter_operators import mark_counter_draws

@@ -21,7 +21,7 @@ from rankless.compiler.ir import counter_distributions, counter_operators, local
 from rankless.compiler.ir.logical_program import LogicalProgram, format_operator, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph, find_local
 from rankless.compiler.lowering.value_check import ValueCheck
-from rankless.compiler.pipeline_parallel.microbatches import find_time_number, is_join
+from rankless.compiler.pipeline_parallel.microbatch_lowering import find_time_number, is_join
 from rankless.compiler.pipeline_parallel.random_draws import draws_numbers
 from rankless.compiler.pipeline_parallel.stages import Stages, list_forward
 from rankless.compiler.rules.extension_operators import has_effects

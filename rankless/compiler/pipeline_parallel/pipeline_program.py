@@ -12,7 +12,7 @@ from rankless.compiler.capture.trace_errors import offer_whole_batch
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, format_operator, format_value
 from rankless.compiler.pipeline_parallel.data_flow import DataFlow, Need, Part
-from rankless.compiler.pipeline_parallel.microbatches import (
+from rankless.compiler.pipeline_parallel.microbatch_lowering import (
     add_microbatch_axis,
     divide_microbatch,
     find_time_number,

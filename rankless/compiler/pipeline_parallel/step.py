@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline_parallel.data_flow import ValueKey
-from rankless.compiler.pipeline_parallel.microbatches import ArgumentExchange
+from rankless.compiler.pipeline_parallel.microbatch_lowering import ArgumentExchange
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import Unit
 from rankless.compiler.pipeline_parallel.transfers import Streams, TransferredValue, Transport

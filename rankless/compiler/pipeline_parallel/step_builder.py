@@ -26,7 +26,7 @@ from rankless.compiler.pipeline_parallel.data_flow import (
     ValueKey,
     describe_tensor,
 )
-from rankless.compiler.pipeline_parallel.microbatches import MICROBATCH, ArgumentExchange
+from rankless.compiler.pipeline_parallel.microbatch_lowering import MICROBATCH, ArgumentExchange
 from rankless.compiler.pipeline_parallel.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline_parallel.partition import ProgramPartition
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws

@@ -21,7 +21,7 @@ from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_
 from rankless.context.world import World
 from rankless.data.reader_tensor import ReaderTensor, find_kinds_axis, share_values
 from rankless.jobs.arguments import FlattenedArguments, get_local_shard
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.varying_sizes import SizeConstraints
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, MeshAxis, find_axis, list_layer_axes

@@ -5,14 +5,14 @@ from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 
-from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.expert_parallel import ExpertDivider
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.tensor_parallel import WHOLE, DimRequest, TensorDivider
 from rankless.context.world import World
 from rankless.errors import ConfigError
-from rankless.jobs.definition import JobDefinition
-from rankless.ownership.optimizer_shards import READS_WHOLE, list_parameters
+from rankless.jobs.job_definition import JobDefinition
+from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.plan import Plan, list_placed
 from rankless.parallel.tensor_placement import BlockedShard, Shard, find_only_rank

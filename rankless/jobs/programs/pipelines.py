@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping, Seque
 from torch import Tensor, nn
 
 from rankless.collectives.byte_messages import broadcast_bytes
-from rankless.compiler.capture.graph_cleanup import named_tensors
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.codegen.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
@@ -19,7 +19,7 @@ from rankless.compiler.scheduling.state_storage import StateStorage
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
 from rankless.parallel.plan import MICROBATCHES_PER_WORKER, Plan

@@ -28,7 +28,7 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_leaf_names, get_shapes
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs, find_storage
 from rankless.jobs.programs.pipelines import Pipelines
 from rankless.jobs.programs.program_records import ProgramNotices

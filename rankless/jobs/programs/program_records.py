@@ -16,7 +16,7 @@ from rankless.compiler.sharding.redistribute import CollectiveRecord, count_byte
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.config.worker_config import WorkerConfig
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.memory_meter import PeakMemoryMode
 from rankless.jobs.programs.bound_program import BoundProgram
 from rankless.parallel.tensor_placement import OnRank, Replicate, Shard, Sharding

@@ -11,7 +11,7 @@ from torch import fx
 from rankless.compiler.capture.trace_errors import GENERATED_FILE, WHOLE_BATCH, find_user_line, keep_user_frames
 from rankless.context.world import World
 from rankless.errors import CaptureError, DataError, RanklessError, RanksDiverged
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.user_code import PACKAGE_FOLDER, is_user_code
 
 CAPTURE = f"{PACKAGE_FOLDER}compiler/capture/capture.py"

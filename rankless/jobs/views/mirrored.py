@@ -31,7 +31,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_agreement import CallSync
-from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
+from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.model_sync import require_usable_models
 from rankless.torch_versions import find_parameter
 

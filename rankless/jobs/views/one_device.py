@@ -21,7 +21,7 @@ from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_refused_argument
 from rankless.jobs.call_loss_weights import LossWeightReader
-from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
+from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 
 

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.compiler.capture.graph_cleanup import named_tensors
 from rankless.compiler.capture.results import flatten_result
+from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import RanksDiverged
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
-from rankless.jobs.definition import CallResult, JobDefinition
+from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
 from rankless.records.encoding import encode_msgpack

@@ -17,8 +17,8 @@ from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.deferred_models.building import find_deferred, materialize
 from rankless.errors import LostWorkerError, RanklessError
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.definition import CallResult, JobDefinition
 from rankless.jobs.dtype_override import cast_job
+from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
 from rankless.jobs.views.mirrored import MirroredView

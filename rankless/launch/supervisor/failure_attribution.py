@@ -16,7 +16,7 @@ import msgspec
 from rankless.config.extensions import list_extensions
 from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
-from rankless.launch.supervisor.error_lines import find_line, first_line
+from rankless.launch.supervisor.failure_report import find_line, first_line
 from rankless.launch.supervisor.verdict import EXPLAINED_SETTLING_SECONDS, SecondaryFailure, Verdict
 from rankless.launch.watchdog.missing_ranks import parse_timeout
 from rankless.records.events import (

@@ -48,7 +48,7 @@ LOADED_AFTER_SECONDS = 10.0
 """How old a run is when the agent loads what only a failure or a stall needs. A start does not wait for it. Later the
 installation may be another version, or its disk may be what the run waits for."""
 _NEEDED_BY_FAILURES = (
-    *("supervisor.failure_attribution", "supervisor.error_lines"),
+    *("supervisor.failure_attribution", "supervisor.failure_report"),
     *(f"watchdog.{name}" for name in ("missing_ranks", "report", "stack_classifier", "stacks")),
 )
 _LOOK_SECONDS = 1.0

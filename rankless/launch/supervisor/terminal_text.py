@@ -1,6 +1,6 @@
 """The texts that the agent writes on the terminal: a table of workers at the start, a line at the end.
 
-`error_lines` has the text about a failed rank.
+`failure_report` has the text about a failed rank.
 """
 
 import itertools

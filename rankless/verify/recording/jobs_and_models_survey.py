@@ -5,8 +5,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from rankless.jobs.definition import JobDefinition
 from rankless.jobs.job import Job
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.memory_meter import count_tensor_bytes
 from rankless.ownership.state_owner import StateOwner
 from rankless.records.job_programs import DefinedJob, JobMemory

@@ -32,7 +32,7 @@ from rankless.config.run_config import InspectedCall
 from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.jobs.arguments import FlattenedArguments, get_shardings
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding, compute_local_shape

@@ -27,8 +27,8 @@ from rankless.launch.profile import LauncherProfile, make_run_folder, make_run_i
 from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
 from rankless.launch.recovery.membership import JobFailure, JobMembership
 from rankless.launch.signals import Interrupts, name_signal
-from rankless.launch.supervisor.error_lines import format_failure
 from rankless.launch.supervisor.failure_attribution import attribute_failure, is_secondary_failure
+from rankless.launch.supervisor.failure_report import format_failure
 from rankless.launch.supervisor.supervisor import (
     KILL_GRACE_SECONDS,
     POLL_SECONDS,

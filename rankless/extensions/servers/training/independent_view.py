@@ -22,7 +22,7 @@ from rankless.errors import ConfigError, TableError
 from rankless.extensions.servers.training.independent_workers import IndependentWorkers
 from rankless.extensions.servers.training.job_tables import JobTables
 from rankless.jobs.arguments import FlattenedArguments
-from rankless.jobs.definition import CallResult, JobDefinition, detach_leaf
+from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
 from rankless.jobs.views.one_device import PlainView
 
 

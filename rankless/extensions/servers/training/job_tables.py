@@ -17,7 +17,7 @@ from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import TableError
 from rankless.extensions.servers.training import PARTICIPANT
 from rankless.extensions.servers.training.shared_tables import SharedTables
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.program_cache import CacheLookup
 from rankless.ownership.extension_modules import list_extension_modules

@@ -36,7 +36,7 @@ from rankless.extensions.servers.training.independent_workers import Independent
 from rankless.extensions.servers.training.job_tables import JobTables, list_tables
 from rankless.extensions.servers.training.own_steps import OwnSteps
 from rankless.extensions.servers.training.shared_tables import SharedTables
-from rankless.jobs.definition import JobDefinition
+from rankless.jobs.job_definition import JobDefinition
 from rankless.parallel.mesh import Mesh
 
 DENSE = 1

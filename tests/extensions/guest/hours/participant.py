@@ -3,7 +3,7 @@ import contextlib
 import hours.operators  # noqa: F401  # torch knows the operators then
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.context.joint_events import JobParticipant, JointParticipant
-from rankless.jobs.definition import CallResult
+from rankless.jobs.job_definition import CallResult
 from rankless.jobs.programs.bound_program import collect_inputs
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.errors import ConfigError
-from rankless.ownership.divided_parameter import DividedParameter
+from rankless.ownership.parameter_with_shards import DividedParameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
     WholeValues,

@@ -15,7 +15,7 @@ from rankless.compiler.capture.capture import JobSource
 from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
-from rankless.ownership.optimizer_shards import require_divisible
+from rankless.ownership.step_on_shards import require_divisible
 from rankless.parallel.plan import Plan, PlanSource
 from rankless.records.parallel_plan import ZERO_LEVELS, Recompute, ZeroLevel
 
