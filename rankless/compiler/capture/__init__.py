@@ -2,7 +2,7 @@
 
 `capture` runs the function once and records its operators. `trace_errors`, `side_effects` and `forbidden_calls` refuse
 what a program cannot do, with the line of the script. A value that the job's Python reads is known to the trace
-(`value_reads`) and a constant for operators (`tensors_kept_between_calls`); `lowering.value_check` compares it at each run.
-`tracing.refused_functions` follows `.data` (decision 0023). `global_modes` makes PyTorch's switches part of the cache
-key.
+(`value_reads`) and a constant for operators (`tensors_kept_between_calls`). `lowering.value_check` compares it at each
+run. `tracing.refused_functions` follows `.data` (decision 0023). `global_modes` makes PyTorch's switches part of the
+cache key.
 """
