@@ -125,6 +125,8 @@ UNREACHABLE_ERRORS = {
     "rankless.compiler.lowering.value_check.OtherValueRead": "the job runs the program of the value found",
     "rankless.data.sample_reader.ReaderProcessError": "the __cause__ of a DataError, with a traceback",
     "rankless.extensions.servers.service.server_connection.ReadInterruptedError": "the read is made again",
+    "rankless.logical.call_plan.CannotDivide": "the call runs on whole values",
+    "rankless.logical.call_trace.ChangesArguments": "the call is traced again, with copies of these arguments",
     "rankless.launch.rendezvous.reachability.HostUnreachableError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_client.LeaderUnreachableError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_connection.ConnectionBrokenError": "the launcher turns it into a JoinError",

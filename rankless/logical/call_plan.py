@@ -1,0 +1,415 @@
+"""How a call runs on a rank's parts of its arguments: the plan of one signature.
+
+Note [plans of calls]: a plan is one of three kinds.
+
+- "direct": the function itself runs on the rank's parts, under PyTorch's autograd. That is right if its trace on the
+  shapes of the parts is, operator by operator, the program that the rules make of its trace on the whole shapes.
+- "generated": that program consists of PyTorch's operators without communication, but with other arguments, as the
+  sizes of a view. It runs under PyTorch's autograd too: the chain rule gives the right gradients.
+- "pair": anything else. The rules have lowered the gradients too, and both programs run in one autograd function.
+
+A function that the rules cannot divide has no plan. It runs on whole values.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import getitem
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.function import once_differentiable
+
+from rankless.compiler.codegen.codegen import generate_function
+from rankless.compiler.ir import custom_ops
+from rankless.compiler.lowering.local_graph import LocalGraph
+from rankless.compiler.lowering.lower import LoweringPass
+from rankless.compiler.rules.strategy import list_tensor_slots
+from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
+from rankless.logical.call_trace import CallArguments, ChangesArguments, TracedCall, trace_call
+from rankless.logical.moves import find_gradient_placement, put_among_zeros
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape
+
+DIFFERENTIABLE = frozenset({custom_ops.run_linear, getitem})
+"""Functions of local programs, besides PyTorch's operators, that PyTorch's autograd differentiates."""
+
+
+class CannotDivide(Exception):
+    """The rules cannot divide a call. It runs on whole values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallPlan:
+    """How a call runs on local tensors; see Note [plans of calls].
+
+    Attributes:
+        kind: The kind of plan.
+        placements: Those of the tensors of the result, then of `changed`.
+        shapes: Their logical shapes.
+        traced: The call.
+        changed: The tensor arguments, by number, that get new values. In a direct plan the function changes them.
+        gathered: The tensor arguments, by number, that must be whole first.
+        inputs: The tensor arguments that `forward` takes, by number.
+        forward: Takes `inputs`, and returns results and new values; in a pair also what `backward` needs.
+        backward: In a pair, takes what `forward` has kept and the gradients of `differentiated`.
+        differentiated: The results whose gradients `backward` takes, in order.
+        gradients: The tensor arguments whose gradients `backward` returns, in order.
+    """
+
+    kind: Literal["direct", "generated", "pair"]
+    placements: tuple[Placement, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    traced: TracedCall
+    changed: tuple[int, ...] = ()
+    gathered: tuple[int, ...] = ()
+    inputs: tuple[int, ...] = ()
+    forward: Callable[..., Sequence[Any]] | None = None
+    backward: Callable[..., Sequence[Any]] | None = None
+    differentiated: tuple[int, ...] = ()
+    gradients: tuple[int, ...] = ()
+
+    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return this rank's parts of the results and new values, from the parts of all tensor arguments."""
+        assert self.forward is not None, self.kind
+        with torch._C._DisableAutocast():  # the trace has its casts
+            if self.kind == "generated":
+                return self.forward(*[tensors[place] for place in self.inputs])
+            found: Sequence[Tensor] = ProgramPair.apply(self, *tensors)  # type: ignore[no-untyped-call]
+            return found
+
+
+class ProgramPair(torch.autograd.Function):
+    """The programs of a plan, forward and backward, as one function of autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: CallPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Run the forward program, and keep what the backward program needs."""
+        assert plan.forward is not None
+        with torch._C._AutoDispatchBelowAutograd():
+            found = plan.forward(*[tensors[place] for place in plan.inputs])
+        results, kept = found[: len(plan.placements)], found[len(plan.placements) :]
+        ctx.plan, ctx.arguments = plan, len(tensors)
+        ctx.kept = [None if isinstance(value, Tensor) else value for value in kept]
+        ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
+        # A result that is an argument gets a tensor of its own, because autograd takes it for a change in place.
+        given = {id(tensor) for tensor in tensors}
+        results = tuple(value.view_as(value) if id(value) in given else value for value in results)
+        constant = [value for place, value in enumerate(results) if place not in plan.differentiated]
+        ctx.mark_non_differentiable(*constant)
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Run the backward program."""
+        plan: CallPlan = ctx.plan
+        found: list[Tensor | None] = [None] * ctx.arguments
+        if plan.backward is not None:
+            saved = iter(ctx.saved_tensors)
+            kept = [next(saved) if value is None else value for value in ctx.kept]
+            with torch._C._AutoDispatchBelowAutograd():
+                computed = plan.backward(*kept, *(gradients[place] for place in plan.differentiated))
+            for place, value in zip(plan.gradients, computed, strict=True):
+                found[place] = value
+        return None, *found
+
+
+class CallLowering(LoweringPass):
+    """Lowers the program of a call. Its results keep their placements."""
+
+    def __init__(self, sharded: ShardedProgram, mesh: Mesh, targets: Sequence[Placement]) -> None:
+        super().__init__(sharded, mesh)
+        self.targets = targets
+
+    def lower_outputs(self) -> tuple[list[Any], list[fx.Node]]:
+        """Redistribute each output to its placement."""
+        outputs = []
+        for (node, described), target in zip(self.sharded.logical.outputs, self.targets, strict=True):
+            self.current_node = node
+            (placement,) = self.sharded.sharding(node)
+            if isinstance(placement, Shard) and isinstance(target, Partial):
+                local = self.redistribute(node, (placement,), described.name, purpose="output")
+                moved: fx.Node = self.call(put_among_zeros, local, node.meta["val"].shape, placement, self.axes[0].rank)
+            else:
+                moved = self.redistribute(node, (target,), described.name, purpose="output")
+            outputs.append((moved, described))
+        return outputs, []
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoweredCall:
+    """A call's program for one rank, and the placements of its results and of the new values of arguments."""
+
+    traced: TracedCall
+    local: LocalGraph
+    given: tuple[Placement, ...]
+    """The placements in which it takes the arguments."""
+    gathered: tuple[int, ...]
+    """The arguments that are whole there, and were not."""
+    placements: tuple[Placement, ...]
+
+
+def make_plan(
+    function: Callable[..., Any], arguments: CallArguments, placements: Sequence[Placement], mesh: Mesh
+) -> CallPlan:
+    """Return the plan of a call.
+
+    Args:
+        function: The function.
+        arguments: Its arguments, with the logical shapes of tensors.
+        placements: Those of the tensor arguments.
+        mesh: The ranks. It has one axis.
+
+    Raises:
+        CannotDivide: The call must run on whole values.
+    """
+    try:
+        try:
+            changed: list[int] = []
+            lowered = lower_call(function, arguments, placements, mesh, changed)
+        except ChangesArguments as found:
+            changed = list(found.numbers)
+            lowered = lower_call(function, arguments, placements, mesh, changed)
+    except Exception as error:  # foreign code ran: PyTorch raises its own errors, of many types, in a trace
+        raise CannotDivide from error
+    parts = split_program(lowered)
+    plan = CallPlan(
+        kind="pair",
+        placements=lowered.placements,
+        shapes=list_shapes(lowered.traced, changed),
+        traced=lowered.traced,
+        changed=tuple(changed),
+        gathered=lowered.gathered,
+        inputs=tuple(described.index for _, described in lowered.local.inputs if is_argument(described)),
+    )
+    if not parts.is_differentiable:
+        return add_programs(plan, parts)
+    if is_same_on_parts(function, arguments, lowered, mesh, changed, parts):
+        return replace(plan, kind="direct")
+    return replace(plan, kind="generated", forward=generate_function(parts.write(parts.results)))
+
+
+def lower_call(
+    function: Callable[..., Any],
+    arguments: CallArguments,
+    placements: Sequence[Placement],
+    mesh: Mesh,
+    changed: Sequence[int],
+) -> LoweredCall:
+    """Return the program of a call for the rank of a mesh; `changed` are arguments whose new values are results."""
+    traced = trace_call(function, arguments, changed)
+    given = find_taken_placements(traced, placements, mesh)
+    # How results lie does not depend on their gradients.
+    first = propagate(traced, given, {}, mesh)
+    results, values = traced.find_outputs("result"), traced.find_outputs("changed argument")
+    found = {number: settle(first.sharding(node)[0]) for number, node in results.items()}
+    after = [found[number] for number in sorted(found)] + [placements[number] for number in values]
+    gradients = {number: find_gradient_placement(after[number]) for number in traced.differentiated}
+    targets = [
+        found[number]
+        if role == "result"
+        else placements[number]
+        if role == "changed argument"
+        else find_gradient_placement(given[number])
+        for role, number in traced.roles
+    ]
+    local = CallLowering(propagate(traced, given, gradients, mesh), mesh, targets).lower_graph()
+    return LoweredCall(
+        traced=traced,
+        local=local,
+        given=tuple(given),
+        gathered=tuple(number for number, item in enumerate(placements) if item != given[number]),
+        placements=tuple(after),
+    )
+
+
+def propagate(
+    traced: TracedCall, given: Sequence[Placement], gradients: Mapping[int, Placement], mesh: Mesh
+) -> ShardedProgram:
+    """Return the sharded program of a call, for placements of arguments and of gradients of results.
+
+    Gradients without a placement are whole.
+    """
+    placements = [*given, *(gradients.get(number, Replicate()) for number in traced.differentiated)]
+    return propagate_shardings(traced.program, [(item,) for item in placements], [axis.size for axis in mesh.axes])
+
+
+def find_taken_placements(traced: TracedCall, placements: Sequence[Placement], mesh: Mesh) -> list[Placement]:
+    """Return the placements in which a call takes its arguments: as they lie, or whole if an operator needs that."""
+    taken = list(placements)
+    while True:
+        sharded = propagate(traced, taken, {}, mesh)
+        strategies = sharded.axes[0].strategies
+        whole = {
+            traced.program.inputs[value].index
+            for node, strategy in strategies.items()
+            if not node.meta["backward"]
+            for value, placement in zip(list_inputs(node), strategy.inputs, strict=True)
+            if value in traced.program.inputs and isinstance(placement, Replicate)
+        }
+        new = [number for number in whole if number < len(taken) and not isinstance(taken[number], Replicate)]
+        if not new:
+            return taken
+        for number in new:
+            taken[number] = Replicate()
+
+
+def list_inputs(node: fx.Node) -> list[fx.Node]:
+    """Return the tensor inputs of an operator in the order of its strategies."""
+    return [value for value in list_tensor_slots(node) if value is not None]
+
+
+def settle(placement: Placement) -> Placement:
+    """Return the placement in which a result leaves a call: rows, a sum over the ranks, or the whole."""
+    if isinstance(placement, Shard) or (isinstance(placement, Partial) and placement.reduce_op == "sum"):
+        return placement
+    return Replicate()
+
+
+def list_shapes(traced: TracedCall, changed: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the logical shapes of results and of new values of `changed` arguments."""
+    results, values = traced.find_outputs("result"), traced.find_outputs("changed argument")
+    nodes = [*(results[number] for number in sorted(results)), *(values[number] for number in changed)]
+    return tuple(tuple(node.meta["val"].shape) for node in nodes)
+
+
+def is_argument(described: Any) -> bool:
+    """Return whether an input of a call's program is an argument of the call; others are gradients."""
+    return str(described.name).startswith("argument")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramParts:
+    """A rank's program of a call, divided where the backward pass begins.
+
+    Attributes:
+        lowered: The program.
+        forward: The operators of the forward pass, in order.
+        backward: Those of the backward pass.
+        arguments: The inputs that are arguments of the call.
+        gradients: The inputs that are gradients.
+        results: The results, then the new values of arguments.
+        returned: The gradients of arguments, by number.
+        kept: Values of the forward pass that the backward pass takes.
+    """
+
+    lowered: LoweredCall
+    forward: list[fx.Node]
+    backward: list[fx.Node]
+    arguments: list[fx.Node]
+    gradients: list[fx.Node]
+    results: list[fx.Node]
+    returned: dict[int, fx.Node]
+    kept: list[fx.Node]
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether the forward pass may run under PyTorch's autograd: it has PyTorch's operators alone."""
+        return all(
+            "collective" not in node.meta
+            and (node.target in DIFFERENTIABLE or getattr(node.target, "namespace", "") == "aten")
+            for node in self.forward
+        )
+
+    def describe_forward(self) -> list[str]:
+        """Return the operators of the forward pass as text, without the names of values."""
+        names = {node: f"i{number}" for number, node in enumerate(self.arguments)}
+        lines = []
+        for number, node in enumerate(self.forward):
+            names[node] = f"v{number}"
+            arguments = fx.node.map_arg((node.args, node.kwargs), names.__getitem__)
+            lines.append(f"{node.target} {arguments}")
+        return [*lines, *(names[node] for node in self.results)]
+
+    def write(self, results: Sequence[fx.Node]) -> fx.Graph:
+        """Return the forward pass as a graph that returns these values."""
+        return write_graph(self.arguments, self.forward, results)
+
+
+def split_program(lowered: LoweredCall) -> ProgramParts:
+    """Divide a rank's program of a call where the backward pass begins."""
+    pairs = zip(lowered.local.outputs, lowered.traced.roles, strict=True)
+    outputs = [(node, role, number) for (node, _), (role, number) in pairs]
+    results = {number: node for node, role, number in outputs if role == "result"}
+    values = [node for node, role, _ in outputs if role == "changed argument"]
+    in_order = [*(results[number] for number in sorted(results)), *values]
+    needed: set[fx.Node] = set()
+    waiting = list(in_order)
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting.extend(node.all_input_nodes)
+    arguments = [node for node, described in lowered.local.inputs if is_argument(described)]
+    gradients = [node for node, described in lowered.local.inputs if not is_argument(described)]
+    called = [node for node in lowered.local.graph.nodes if node.op == "call_function"]
+    forward = [node for node in called if node in needed]
+    backward = [node for node in called if node not in needed]
+    returned = {number: node for node, role, number in outputs if role == "gradient"}
+    known = {*arguments, *forward}
+    taken = [value for node in backward for value in node.all_input_nodes if value in known]
+    taken += [node for node in returned.values() if node in known]
+    return ProgramParts(
+        lowered=lowered,
+        forward=forward,
+        backward=backward,
+        arguments=arguments,
+        gradients=gradients,
+        results=in_order,
+        returned=returned,
+        kept=list(dict.fromkeys(taken)),
+    )
+
+
+def add_programs(plan: CallPlan, parts: ProgramParts) -> CallPlan:
+    """Return a pair with its programs."""
+    forward = generate_function(parts.write([*parts.results, *parts.kept]))
+    backward = None
+    if parts.returned:
+        graph = write_graph([*parts.kept, *parts.gradients], parts.backward, list(parts.returned.values()))
+        backward = generate_function(graph)
+    traced = parts.lowered.traced
+    gradient_inputs = [described.index for _, described in parts.lowered.local.inputs if not is_argument(described)]
+    return replace(
+        plan,
+        forward=forward,
+        backward=backward,
+        differentiated=tuple(traced.differentiated[index - traced.arguments] for index in gradient_inputs),
+        gradients=tuple(parts.returned),
+    )
+
+
+def write_graph(inputs: Sequence[fx.Node], operators: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
+    """Return a graph of some operators of another one."""
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        copies[node] = graph.placeholder(node.name)
+    for node in operators:
+        copy = graph.create_node("call_function", node.target, name=node.name)
+        copy.args, copy.kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
+        copy.meta = dict(node.meta)
+        copies[node] = copy
+    graph.output(tuple(copies[node] for node in results))
+    return graph
+
+
+def is_same_on_parts(
+    function: Callable[..., Any],
+    arguments: CallArguments,
+    lowered: LoweredCall,
+    mesh: Mesh,
+    changed: Sequence[int],
+    parts: ProgramParts,
+) -> bool:
+    """Return whether a function's own program on the shapes of this rank's parts is the one that the rules made."""
+    kinds = [
+        replace(kind, shape=tuple(compute_local_shape(kind.shape, (placement,), [mesh.axes[0].rank])))
+        for kind, placement in zip(arguments.kinds, lowered.given, strict=True)
+    ]
+    whole: list[Placement] = [Replicate()] * len(kinds)
+    try:
+        local = lower_call(function, arguments.with_kinds(kinds), whole, mesh, changed)
+    except Exception:  # foreign code ran: the whole shape may stand among its arguments, as in a view
+        return False
+    return split_program(local).describe_forward() == parts.describe_forward()

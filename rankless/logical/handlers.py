@@ -1,0 +1,169 @@
+"""What a logical tensor answers about itself, and what needs the whole value."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankless.logical.moves import find_gradient_placement, move
+from rankless.logical.tensor import HANDLERS, DividedTensor
+from rankless.parallel.tensor_placement import Placement, Replicate
+
+GETTERS = vars(torch._C.TensorBase)
+REGISTER_HOOK = Tensor.register_hook
+OF_WRAPPER = (
+    *(GETTERS[name].__get__ for name in ("device", "dtype", "is_cpu", "is_cuda", "is_meta", "is_sparse", "itemsize")),
+    *(GETTERS[name].__get__ for name in ("layout", "nbytes", "ndim", "shape", "is_quantized", "is_nested")),
+    *(GETTERS[name].__get__ for name in ("is_mps", "is_xla", "is_xpu", "is_sparse_csr", "is_mkldnn", "is_vulkan")),
+    *(Tensor.__hash__, Tensor.__len__, Tensor.dim, Tensor.element_size, Tensor.get_device, Tensor.is_complex),
+    *(Tensor.is_floating_point, Tensor.is_signed, Tensor.ndimension, Tensor.nelement, Tensor.numel, Tensor.size),
+    *(torch.is_complex, torch.is_floating_point, torch.numel),
+)
+"""Functions that need the shape, dtype and device alone, which the wrapper has."""
+OF_PART = (
+    *(GETTERS[name].__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "retains_grad", "output_nr")),
+    *(Tensor.is_contiguous, Tensor.is_pinned, Tensor.is_inference, Tensor.retain_grad, Tensor.type),
+    *(GETTERS["_version"].__get__,),
+)
+"""Functions whose answer for this rank's part holds for the whole value."""
+OF_WHOLE = (
+    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__),
+    *(Tensor.__index__, Tensor.__complex__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__, Tensor.__iter__),
+    *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__reduce_ex__, Tensor.__dlpack__),
+    *(torch.ops.aten._local_scalar_dense.default, torch.equal, Tensor.equal, torch.is_nonzero, Tensor.is_nonzero),
+)
+"""Functions that read values."""
+
+
+def register(functions: tuple[Any, ...], handler: Callable[[Any], Callable[..., Any]]) -> None:
+    """Let a handler stand for each of some functions; it is made for each."""
+    HANDLERS.update({function: handler(function) for function in functions})
+
+
+def run_on_whole(function: Any) -> Callable[..., Any]:
+    """Return what calls a function with whole values."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*map(take_whole, args), **{name: take_whole(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def take_whole(value: Any) -> Any:
+    """Return a logical tensor whole, and anything else as it is."""
+    return value.whole() if isinstance(value, DividedTensor) else value
+
+
+def run_on_part(function: Any) -> Callable[..., Any]:
+    """Return what calls a function with this rank's part."""
+
+    def run(tensor: DividedTensor, *args: Any, **kwargs: Any) -> Any:
+        result = function(tensor.local, *args, **kwargs)
+        return tensor if result is tensor.local else result
+
+    return run
+
+
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the handler of others."""
+
+    def add(handler: Callable[..., Any]) -> Callable[..., Any]:
+        register(functions, lambda _: handler)
+        return handler
+
+    return add
+
+
+register(OF_WRAPPER, lambda function: function)
+register(OF_PART, run_on_part)
+register(OF_WHOLE, run_on_whole)
+
+
+def wrap_gradient(gradient: Tensor | None, tensor: DividedTensor) -> Tensor | None:
+    """Return the gradient of a logical tensor's part as the gradient of the tensor."""
+    placement = find_gradient_placement(tensor.placement)
+    if gradient is None or isinstance(placement, Replicate):
+        return gradient
+    return DividedTensor(gradient, placement, tensor.logical_shape, tensor.ranks)
+
+
+def find_part(value: Tensor, like: DividedTensor, placement: Placement) -> Tensor:
+    """Return this rank's part of a value in a placement; `like` has its shape."""
+    before = value.placement if isinstance(value, DividedTensor) else Replicate()
+    local = value.local if isinstance(value, DividedTensor) else value
+    return move(local, like.ranks.axis, like.logical_shape, before, placement)
+
+
+@handles(Tensor.stride)
+def get_stride(tensor: DividedTensor, dim: int | None = None) -> Any:
+    """Return the strides that the whole value has, if it lies in memory as this rank's part does."""
+    order = sorted(range(tensor.local.dim()), key=tensor.local.stride().__getitem__)
+    strides, step = [0] * len(order), 1
+    for place in order:
+        strides[place] = step
+        step *= max(1, tensor.logical_shape[place])
+    return tuple(strides) if dim is None else strides[dim]
+
+
+@handles(GETTERS["grad"].__get__)
+def get_gradient(tensor: DividedTensor) -> Tensor | None:
+    """Return the gradient."""
+    return wrap_gradient(tensor.local.grad, tensor)
+
+
+@handles(GETTERS["grad"].__set__)
+def set_gradient(tensor: DividedTensor, value: Tensor | None) -> None:
+    """Set the gradient."""
+    placement = find_gradient_placement(tensor.placement)
+    tensor.local.grad = None if value is None else find_part(value, tensor, placement)
+
+
+@handles(Tensor.requires_grad_)
+def require_gradient(tensor: DividedTensor, requires_grad: bool = True) -> DividedTensor:
+    """Set whether the tensor needs a gradient."""
+    mark_part(tensor.local.requires_grad_(requires_grad))
+    return tensor
+
+
+@handles(GETTERS["requires_grad"].__set__)
+def set_requires_grad(tensor: DividedTensor, value: bool) -> None:
+    """Set whether the tensor needs a gradient."""
+    tensor.local.requires_grad = value
+    mark_part(tensor.local)
+
+
+def mark_part(local: Tensor) -> None:
+    """Mark a leaf as a part of a logical tensor: its gradient is no partial sum, as that of a plain tensor is."""
+    local.is_part = True  # type: ignore[attr-defined]
+
+
+@handles(GETTERS["data"].__get__)
+def get_data(tensor: DividedTensor) -> DividedTensor:
+    """Return the tensor without its history; it shares memory."""
+    return DividedTensor(tensor.local.data, tensor.placement, tensor.logical_shape, tensor.ranks)
+
+
+@handles(GETTERS["data"].__set__)
+def set_data(tensor: DividedTensor, value: Tensor) -> None:
+    """Give the tensor the memory of another one."""
+    tensor.local.data = find_part(value.detach(), tensor, tensor.placement)
+
+
+@handles(REGISTER_HOOK)
+def register_hook(tensor: DividedTensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
+    """Let a hook see and change the gradient, as a logical tensor, or as a plain one if it is whole."""
+
+    def run(gradient: Tensor) -> Tensor | None:
+        found = hook(wrap_gradient(gradient, tensor))  # type: ignore[arg-type]
+        return None if found is None else find_part(found, tensor, find_gradient_placement(tensor.placement))
+
+    return REGISTER_HOOK(tensor.local, run)  # type: ignore[no-untyped-call]
+
+
+@handles(Tensor.__deepcopy__)
+def copy_deeply(tensor: DividedTensor, memo: dict[int, Any]) -> DividedTensor:
+    """Return a copy with memory of its own."""
+    local = tensor.local.__deepcopy__(memo)
+    copy = memo[id(tensor)] = DividedTensor(local, tensor.placement, tensor.logical_shape, tensor.ranks)
+    return copy

@@ -1,0 +1,305 @@
+"""Pieces of ordinary loops on one (7, 5) batch: for the logical view and for plain PyTorch.
+
+Each returns what a script could see: losses, gradients, parameters, printed numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from logical.calls import LABELS
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.checkpoint import checkpoint
+
+Loop = Callable[[Tensor], Any]
+
+
+def make_linear(width: int = 5, *, seed: int = 2) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(5, width)
+
+
+def list_gradients(*modules: nn.Module) -> list[Tensor | None]:
+    return [parameter.grad for module in modules for parameter in module.parameters()]
+
+
+def list_values(module: nn.Module) -> list[Tensor]:
+    return [item.detach().clone() for item in module.state_dict().values()]
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def train(make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Loop:
+    """Return a loop of three steps."""
+
+    def run(batch: Tensor) -> Any:
+        torch.manual_seed(2)
+        model = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Dropout(0.2), nn.Linear(6, 5))
+        optimizer = make_optimizer(model.parameters())
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(batch.detach()), LABELS)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses, list_values(model)
+
+    return run
+
+
+def train_by_closure(batch: Tensor) -> Any:
+    model = make_linear()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.detach()), LABELS)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(2)], list_values(model)
+
+
+def train_scaled(batch: Tensor) -> Any:
+    model = make_linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(batch.detach()), LABELS)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    return loss.item(), list_values(model)
+
+
+def accumulate(batch: Tensor) -> Any:
+    model = make_linear(3)
+    for number in range(3):
+        F.mse_loss(model(batch * number), torch.ones(7, 3)).backward(retain_graph=True)
+    return list_gradients(model)
+
+
+def penalize_gradients(batch: Tensor) -> Any:
+    torch.manual_seed(2)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = batch if batch.requires_grad else batch.detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    loss = ((gradient.norm(dim=1) - 1) ** 2).mean()
+    loss.backward(retain_graph=True)
+    return loss, list_gradients(model)
+
+
+def clip(batch: Tensor) -> Any:
+    model = make_linear(3)
+    model(batch).square().mean().backward(retain_graph=True)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    nn.utils.clip_grad_value_(model.parameters(), 0.1)
+    return norm, list_gradients(model)
+
+
+def hook_parameters(batch: Tensor) -> Any:
+    model, seen = make_linear(3), []
+
+    def hook(gradient: Tensor) -> Tensor:
+        seen.append(gradient.abs().max().item())
+        return gradient.clamp(-0.5, 0.5)
+
+    model.weight.register_hook(hook)
+    model(batch).square().sum().backward(retain_graph=True)
+    return seen, list_gradients(model)
+
+
+def hook_modules(batch: Tensor) -> Any:
+    model, seen = make_linear(3), []
+    model.register_forward_hook(lambda _module, _inputs, output: seen.append(output.mean().item()))
+    model.register_full_backward_hook(lambda _module, _inputs, outputs: seen.append(outputs[0].sum().item()))
+    model(batch).square().sum().backward(retain_graph=True)
+    return seen, list_gradients(model)
+
+
+def keep_averages(batch: Tensor) -> Any:
+    model, average, total, seen = make_linear(3), torch.zeros(3), torch.zeros(()), 0.0
+    for number in range(3):
+        output = model(batch * number)
+        average.mul_(0.9).add_(output.mean(0).detach(), alpha=0.1)
+        total += output.sum().detach()
+        seen += output.sum().item() / len(batch)
+    return average, total, seen
+
+
+def count_confusions(batch: Tensor) -> Tensor:
+    counts = torch.zeros(5, 5)
+    for found, label in zip(batch.argmax(1), LABELS, strict=True):
+        counts[found, label] += 1
+    return counts
+
+
+def collect_lists(batch: Tensor) -> Any:
+    found: list[Any] = []
+    found.extend(batch.argmax(1).tolist())
+    found += (batch[:, 0] > 0).cpu().numpy().tolist()
+    return found
+
+
+def train_vae(batch: Tensor) -> Any:
+    torch.manual_seed(3)
+    encoder, decoder = nn.Linear(5, 4), nn.Linear(2, 5)
+    mean, log_variance = encoder(batch).chunk(2, 1)
+    latent = mean + torch.randn_like(mean) * torch.exp(0.5 * log_variance)
+    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+    loss = F.mse_loss(decoder(latent), batch.detach(), reduction="sum") + divergence
+    loss.backward(retain_graph=True)
+    return loss, list_gradients(encoder, decoder)
+
+
+def train_gan(batch: Tensor) -> Any:
+    torch.manual_seed(3)
+    generator, critic, real = nn.Linear(3, 5), nn.Linear(5, 1), batch.detach()
+    loss = nn.BCEWithLogitsLoss()
+    ones, zeros = torch.ones(real.size(0), 1), torch.zeros(real.size(0), 1)
+    made = generator(torch.randn(real.size(0), 3))
+    critic_loss = loss(critic(real), ones) + loss(critic(made.detach()), zeros)
+    critic_loss.backward()
+    gradients = [parameter.grad.clone() for parameter in critic.parameters()]
+    generator_loss = loss(critic(made), ones)
+    generator_loss.backward()
+    return critic_loss, generator_loss, gradients, list_gradients(generator)
+
+
+def decay_weights(batch: Tensor) -> Any:
+    model = make_linear()
+    loss = F.cross_entropy(model(batch), LABELS) + 1e-2 * sum(item.pow(2).sum() for item in model.parameters())
+    loss.backward(retain_graph=True)
+    return loss, list_gradients(model)
+
+
+def differentiate_weights_alone(batch: Tensor) -> Any:
+    model = make_linear()
+    (batch.detach() @ torch.ones(5)).sum()
+    model.weight.pow(2).sum().backward()
+    return model.weight.grad
+
+
+def parametrize(parametrization: Callable[[nn.Module], nn.Module]) -> Loop:
+    """Return a step of a layer whose weight is computed."""
+
+    def run(batch: Tensor) -> Any:
+        model = parametrization(make_linear())
+        F.cross_entropy(model(batch), LABELS).backward(retain_graph=True)
+        return list_gradients(model)
+
+    return run
+
+
+def recompute(*, reentrant: bool) -> Loop:
+    """Return a step with an activation checkpoint."""
+
+    def run(batch: Tensor) -> Any:
+        torch.manual_seed(3)
+        first, last = nn.Linear(5, 6), nn.Linear(6, 5)
+
+        def block(x: Tensor) -> Tensor:
+            return F.dropout(torch.relu(first(x)), 0.3)
+
+        loss = F.cross_entropy(last(checkpoint(block, batch, use_reentrant=reentrant)), LABELS)
+        loss.backward(retain_graph=True)
+        return loss, list_gradients(first, last)
+
+    return run
+
+
+def pack_sequences(batch: Tensor) -> Any:
+    torch.manual_seed(3)
+    model, lengths = nn.LSTM(1, 3, batch_first=True), torch.tensor([5, 4, 4, 3, 2, 2, 1])
+    output, (hidden, _) = model(pack_padded_sequence(batch.unsqueeze(-1), lengths, batch_first=True))
+    loss = pad_packed_sequence(output, batch_first=True)[0].sum() + hidden.pow(2).sum()
+    loss.backward(retain_graph=True)
+    return loss, list_gradients(model)
+
+
+def branch_on_values(batch: Tensor) -> Tensor:
+    found = batch * 2 if batch.mean() > 0 else batch - 1
+    while found.abs().max() > 3:
+        found = found / 2
+    return found
+
+
+def set_elements(batch: Tensor) -> Tensor:
+    found = batch.clone()
+    found[2] = 0
+    found[:, 1] = found[:, 0]
+    found[found > 5] = 5
+    return found
+
+
+def change_through_views(batch: Tensor) -> Any:
+    found = batch.clone()
+    flat = found.view(-1)
+    flat.mul_(2)
+    column = found[:, 1]
+    column += 10
+    return found, flat
+
+
+def retain_gradient(batch: Tensor) -> Any:
+    copy = batch.clone()
+    if not copy.requires_grad:
+        return copy.sum()
+    copy.retain_grad()
+    (copy * 3).sum().backward(retain_graph=True)
+    return copy.grad
+
+
+def evaluate_after_training(batch: Tensor) -> Any:
+    model = nn.BatchNorm1d(5)
+    model(batch)
+    model.eval()
+    return model(batch), list_values(model)
+
+
+LOOPS: dict[str, Loop] = {
+    "sgd": train(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
+    "adam": train(lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
+    "adagrad": train(lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)),
+    "lbfgs": train_by_closure,
+    "scaler": train_scaled,
+    "accumulation": accumulate,
+    "gradient penalty": penalize_gradients,
+    "clipping": clip,
+    "hooks of parameters": hook_parameters,
+    "hooks of modules": hook_modules,
+    "averages": keep_averages,
+    "confusion matrix": count_confusions,
+    "lists": collect_lists,
+    "vae": train_vae,
+    "gan": train_gan,
+    "weight decay in the loss": decay_weights,
+    "a loss of weights alone": differentiate_weights_alone,
+    "weight norm": parametrize(nn.utils.parametrizations.weight_norm),
+    "spectral norm": parametrize(nn.utils.parametrizations.spectral_norm),
+    "checkpoint": recompute(reentrant=False),
+    "reentrant checkpoint": recompute(reentrant=True),
+    "packed sequences": pack_sequences,
+    "branches": branch_on_values,
+    "set elements": set_elements,
+    "views": change_through_views,
+    "retained gradient": retain_gradient,
+    "evaluation": evaluate_after_training,
+    "custom function": Square.apply,
+}

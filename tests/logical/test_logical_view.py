@@ -1,0 +1,169 @@
+"""In the logical view, PyTorch functions and loops compute on divided batches what they compute on one device.
+
+The oracle is plain PyTorch on the whole batch, in float64.
+"""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any, Literal
+
+import numpy
+import pytest
+import torch
+from data.logical_operations import CHANGING, COMPUTING, READING
+from logical.calls import INDEXING, LOSSES, MODELS, POINTWISE, PRODUCTS, RANDOM, REDUCTIONS, SHAPES
+from logical.loops import LOOPS
+from support.processes import on_mesh
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from rankless.logical import handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical.gradients import LogicalBackward
+from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
+from rankless.parallel.mesh import Mesh
+from rankless.parallel.tensor_placement import split_lengths
+
+pytestmark = pytest.mark.slow
+
+Source = Literal["data", "leaf", "weight"]
+"""Whether a batch has no gradient, is a leaf that needs one, or was computed from a parameter."""
+
+
+def make_batch() -> Tensor:
+    return torch.arange(35.0).reshape(7, 5) - 11
+
+
+def divide(batch: Tensor, view: LogicalView) -> DividedTensor:
+    lengths = split_lengths(len(batch), view.mesh.size)
+    start = sum(lengths[: view.mesh.rank])
+    return shard_rows(batch[start : start + lengths[view.mesh.rank]].clone(), lengths, view)
+
+
+GROUPS: dict[str, dict[str, Callable[[Tensor], Any]]] = {
+    "reading": READING,
+    "computing": COMPUTING,
+    "changing": CHANGING,
+    "losses": LOSSES,
+    "products": PRODUCTS,
+    "indexing": INDEXING,
+    "shapes": SHAPES,
+    "reductions": REDUCTIONS,
+    "pointwise": POINTWISE,
+    "random": RANDOM,
+    "loops": LOOPS,
+    "some loops": {
+        name: LOOPS[name]
+        for name in ("adam", "gan", "gradient penalty", "hooks of parameters", "set elements", "reentrant checkpoint")
+    },
+}
+IN_CI = {("reading", "data", 2), ("losses", "weight", 2), ("indexing", "leaf", 2), ("some loops", "data", 2)}
+"""A call takes two traces the first time, so the soak runs most groups."""
+CASES = [
+    pytest.param(group, source, workers, marks=() if (group, source, workers) in IN_CI else pytest.mark.exhaustive)
+    for group, source, workers in product(GROUPS, ("data", "leaf", "weight"), (2, 3))
+]
+
+
+def differentiate(call: Callable[[Tensor], Any], batch: Tensor, source: Source) -> Any:
+    """Return what a call returns and, unless the source is data, the gradient of the sum of its squares."""
+    torch.manual_seed(1)
+    if source == "data":
+        return call(batch)
+    weight = batch.requires_grad_() if source == "leaf" else torch.full((5,), 1.5, requires_grad=True)
+    result = call(weight if source == "leaf" else batch * weight)
+    tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if not tensors:
+        return result
+    loss = sum((tensor * tensor).sum() for tensor in tensors)
+    loss.backward()
+    return result, weight.grad, loss
+
+
+def run_model(make: Callable[[], nn.Module]) -> Callable[[Tensor], Any]:
+    """Return a call that makes a model and returns its output, its gradients and its buffers."""
+
+    def run(batch: Tensor) -> Any:
+        torch.manual_seed(5)
+        model = make()
+        output = model(batch)
+        first = next(leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor))
+        parameters = list(model.parameters())
+        gradients = torch.autograd.grad((first * first).sum(), parameters, retain_graph=True, allow_unused=True)
+        return output, gradients, list(model.buffers())
+
+    return run
+
+
+def to_plain(value: Any) -> Any:
+    """Return a result with whole tensors and arrays as (kind, shape, dtype, values)."""
+    if isinstance(value, DividedTensor):
+        value = value.whole()
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.shape), str(value.dtype), value.detach().clone()
+    if isinstance(value, numpy.ndarray):
+        return "array", value.shape, str(value.dtype), torch.as_tensor(value.copy())
+    return value
+
+
+def describe(call: Callable[[Tensor], Any], batch: Tensor, source: Source) -> list[Any]:
+    """Return the leaves of what a call returns, or its error."""
+    try:
+        result = differentiate(call, batch, source)
+    except (RuntimeError, BufferError) as error:
+        return [type(error), str(error).partition("\n")[0]]
+    with torch.no_grad():
+        return pytree.tree_leaves(pytree.tree_map(to_plain, result))
+
+
+def compare(mesh: Mesh, calls: dict[str, Callable[[Tensor], Any]], source: Source) -> list[str]:
+    """Return the calls whose results in the logical view differ from plain PyTorch's."""
+    torch.set_default_dtype(torch.float64)
+    view = LogicalView(mesh, lambda _: None)
+    differing = []
+    for name, call in calls.items():
+        expected = describe(call, make_batch(), source)
+        with LogicalBackward(view).install():
+            found = describe(call, divide(make_batch(), view), source)
+        if not is_equal(expected, found):
+            differing.append(f"{name}: {found} instead of {expected}")
+    torch.set_default_dtype(torch.float32)
+    return differing
+
+
+def compare_group(mesh: Mesh, group: str, source: Source) -> list[str]:
+    return compare(mesh, GROUPS[group], source)
+
+
+def compare_models(mesh: Mesh, source: Source) -> list[str]:
+    return compare(mesh, {name: run_model(make) for name, make in MODELS.items()}, source)
+
+
+def is_equal(expected: list[Any], found: list[Any]) -> bool:
+    if len(expected) != len(found):
+        return False
+    for one, other in zip(expected, found, strict=True):
+        if isinstance(one, Tensor):
+            same = one.shape == other.shape and torch.allclose(
+                one.to(torch.complex128), other.to(torch.complex128), atol=1e-10, rtol=1e-10, equal_nan=True
+            )
+        elif isinstance(one, float):
+            same = one == other or abs(one - other) <= 1e-9 * max(1.0, abs(one))
+        else:
+            same = one == other
+        if not same:
+            return False
+    return True
+
+
+@pytest.mark.parametrize(("group", "source", "workers"), CASES)
+def test_calls_and_loops_compute_what_one_device_computes(group: str, source: Source, workers: int) -> None:
+    for differing in on_mesh(workers, compare_group, group, source):
+        assert not differing, "\n".join(differing)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("source", ["weight", "leaf"])
+def test_models_compute_what_one_device_computes(source: Source, workers: int) -> None:
+    for differing in on_mesh(workers, compare_models, source):
+        assert not differing, "\n".join(differing)
