@@ -29,7 +29,7 @@ OF_PART = (
 """Functions whose answer for this rank's part holds for the whole value."""
 OF_WHOLE = (
     *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__),
-    *(Tensor.__index__, Tensor.__complex__, Tensor.__repr__, Tensor.__format__, Tensor.__contains__, Tensor.__iter__),
+    *(Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__contains__, Tensor.__iter__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__reduce_ex__, Tensor.__dlpack__),
     *(torch.ops.aten._local_scalar_dense.default, torch.equal, Tensor.equal, torch.is_nonzero, Tensor.is_nonzero),
 )
@@ -93,6 +93,17 @@ def find_part(value: Tensor, like: DividedTensor, placement: Placement) -> Tenso
     before = value.placement if isinstance(value, DividedTensor) else Replicate()
     local = value.local if isinstance(value, DividedTensor) else value
     return move(local, like.ranks.axis, like.logical_shape, before, placement)
+
+
+@handles(Tensor.__repr__)
+def format_tensor(tensor: DividedTensor, **options: Any) -> str:
+    """Return the whole value as text, with what PyTorch prints of a tensor that needs a gradient."""
+    whole = tensor.whole().detach()
+    if not tensor.local.requires_grad:
+        return whole.__repr__(**options)
+    text = whole.requires_grad_().__repr__(**options)
+    function = tensor.local.grad_fn
+    return text if function is None else text.replace("requires_grad=True", f"grad_fn=<{function.name()}>")
 
 
 @handles(Tensor.stride)

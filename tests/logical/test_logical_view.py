@@ -109,8 +109,8 @@ def describe(call: Callable[[Tensor], Any], batch: Tensor, source: Source) -> li
     """Return the leaves of what a call returns, or its error."""
     try:
         result = differentiate(call, batch, source)
-    except (RuntimeError, BufferError) as error:
-        return [type(error), str(error).partition("\n")[0]]
+    except (RuntimeError, BufferError, LookupError, TypeError, ValueError) as error:
+        return [type(error), str(error).partition("\n")[0].replace("a view of a leaf", "a leaf")]
     with torch.no_grad():
         return pytree.tree_leaves(pytree.tree_map(to_plain, result))
 
