@@ -99,10 +99,8 @@ def find_part(value: Tensor, like: DividedTensor, placement: Placement) -> Tenso
 def format_tensor(tensor: DividedTensor, **options: Any) -> str:
     """Return the whole value as text, with what PyTorch prints of a tensor that needs a gradient."""
     whole = tensor.whole().detach()
-    if not tensor.local.requires_grad:
-        return whole.__repr__(**options)
-    text = whole.requires_grad_().__repr__(**options)
     function = tensor.local.grad_fn
+    text: str = whole.requires_grad_(tensor.local.requires_grad).__repr__(**options)
     return text if function is None else text.replace("requires_grad=True", f"grad_fn=<{function.name()}>")
 
 
