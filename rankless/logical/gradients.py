@@ -13,18 +13,20 @@ import torch
 from torch import Tensor
 from torch._functorch import apis
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import BackwardHook
 
 from rankless.collectives.mesh_collectives import all_reduce, flatten_by_kind
 from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, wrap_gradient
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
 from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView
-from rankless.parallel.tensor_placement import Partial, Replicate
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 
 RUN_BACKWARD = torch.autograd.backward
 RUN_GRAD = torch.autograd.grad
 APPLY = vars(torch.autograd.Function)["apply"].__func__
 VMAP = vars(apis)["vmap_impl"]
+MAKE_HOOK: Callable[..., None] = vars(BackwardHook)["__init__"]
 
 
 class GradientPass:
@@ -78,6 +80,7 @@ class LogicalBackward:
             (Tensor, "register_hook"): self._register_hook(),
             (torch.autograd.Function, "apply"): classmethod(apply_to_whole),
             (apis, "vmap_impl"): map_whole,
+            (BackwardHook, "__init__"): self._make_module_hooks(),
         }
         before = {place: vars(place[0])[place[1]] for place in changed}
         HANDLERS[Tensor.backward] = self._backward_of
@@ -167,6 +170,30 @@ class LogicalBackward:
         if gradient is None or isinstance(tensor, DividedTensor):
             return wrap_gradient(gradient, tensor) if isinstance(tensor, DividedTensor) else None
         return move_with_gradient(gradient, self._view.axis, tuple(tensor.shape), Partial(), Replicate())
+
+    def _make_module_hooks(self) -> Callable[..., None]:
+        """Return `BackwardHook.__init__`: a module's backward hooks see and change whole gradients.
+
+        The module's inputs and outputs pass through an autograd function, so they are whole.
+        """
+        axis = self._view.axis
+
+        def convert(gradients: Any, before: Placement, after: Placement) -> Any:
+            return pytree.tree_map_only(
+                Tensor, lambda item: move_with_gradient(item, axis, tuple(item.shape), before, after), gradients
+            )
+
+        def wrap(hook: Callable[..., Any]) -> Callable[..., Any]:
+            def run(module: Any, *gradients: Any) -> Any:
+                found = hook(module, *convert(gradients, Partial(), Replicate()))
+                return None if found is None else convert(found, Replicate(), Partial())
+
+            return run
+
+        def initialize(self: BackwardHook, module: Any, hooks: Sequence[Any], pre_hooks: Sequence[Any]) -> None:
+            MAKE_HOOK(self, module, [*map(wrap, hooks)], [*map(wrap, pre_hooks)])
+
+        return initialize
 
     def _register_hook(self) -> Callable[..., Any]:
         """Return `Tensor.register_hook` for plain tensors: the hook sees and changes whole gradients."""
