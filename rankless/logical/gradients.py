@@ -6,7 +6,7 @@ adds that to the earlier gradient in place, as autograd accumulates.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from rankless.collectives.mesh_collectives import all_reduce, flatten_by_kind
+from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, wrap_gradient
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
@@ -74,23 +75,19 @@ class LogicalBackward:
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
         """Within the context, PyTorch's functions of gradients know of the ranks."""
-        changed: dict[tuple[Any, str], Any] = {
-            (torch.autograd, "backward"): self.backward,
-            (torch.autograd, "grad"): self.grad,
-            (Tensor, "register_hook"): self._register_hook(),
-            (torch.autograd.Function, "apply"): classmethod(apply_to_whole),
-            (apis, "vmap_impl"): map_whole,
-            (BackwardHook, "__init__"): self._make_module_hooks(),
-        }
-        before = {place: vars(place[0])[place[1]] for place in changed}
+        changed: list[tuple[Any, str, Any]] = [
+            (torch.autograd, "backward", self.backward),
+            (torch.autograd, "grad", self.grad),
+            (Tensor, "register_hook", self._register_hook()),
+            (torch.autograd.Function, "apply", classmethod(apply_to_whole)),
+            (apis, "vmap_impl", map_whole),
+            (BackwardHook, "__init__", self._make_module_hooks()),
+        ]
         HANDLERS[Tensor.backward] = self._backward_of
         try:
-            for (owner, name), function in changed.items():
-                setattr(owner, name, function)
-            yield
+            with replace_attributes(*changed):
+                yield
         finally:
-            for (owner, name), function in before.items():
-                setattr(owner, name, function)
             del HANDLERS[Tensor.backward]
 
     def _backward_of(self, tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
@@ -113,22 +110,32 @@ class LogicalBackward:
         given = grad_variables if grad_tensors is None else grad_tensors
         with torch._C.DisableTorchFunctionSubclass():
             asked = None if inputs is None else [get_part(item) for item in as_list(inputs)]
+            options = {"retain_graph": retain_graph, "create_graph": create_graph}
             if self._pass is not None:  # within a backward pass, as of a checkpoint: gradients lie as they should
                 roots, gradients = [*map(get_part, as_list(tensors))], [*map(get_part, as_list(given))]
-                self._pass.add(find_leaves(roots) if asked is None else asked)
-                with torch._C._EnableTorchFunction():  # hooks and checkpoints run functions of the script
-                    RUN_BACKWARD(roots, gradients, retain_graph, create_graph, inputs=asked)
+                self._run(self._pass, roots, gradients, asked, options)
                 return
             roots, gradients = self._start(tensors, given)
             self._pass = GradientPass()
             try:
-                self._pass.add(find_leaves(roots) if asked is None else asked)
-                with torch._C._EnableTorchFunction():  # hooks and checkpoints run functions of the script
-                    RUN_BACKWARD(roots, gradients, retain_graph, create_graph, inputs=asked)
+                self._run(self._pass, roots, gradients, asked, options)
                 self._sum([leaf.grad for leaf in self._pass.leaves if leaf.grad is not None])
             finally:
                 self._pass.accumulate(create_graph)
                 self._pass = None
+
+    def _run(
+        self,
+        present: GradientPass,
+        roots: list[Tensor],
+        gradients: list[Tensor],
+        asked: list[Tensor] | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Run PyTorch's backward pass; its hooks and checkpoints run functions of the script."""
+        present.add(find_leaves(roots) if asked is None else asked)
+        with torch._C._EnableTorchFunction():
+            RUN_BACKWARD(roots, gradients, inputs=asked, **options)
 
     def _start(self, tensors: Any, given: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of roots and of their gradients."""

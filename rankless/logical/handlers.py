@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankless.logical.moves import find_gradient_placement, move
-from rankless.logical.tensor import HANDLERS, DividedTensor
+from rankless.logical.tensor import HANDLERS, DividedTensor, call
 from rankless.parallel.tensor_placement import Placement, Replicate
 
 GETTERS = vars(torch._C.TensorBase)
@@ -23,7 +23,7 @@ OF_WRAPPER = (
 """Functions that need the shape, dtype and device alone, which the wrapper has."""
 OF_PART = (
     *(GETTERS[name].__get__ for name in ("requires_grad", "is_leaf", "grad_fn", "retains_grad", "output_nr")),
-    *(Tensor.is_contiguous, Tensor.is_pinned, Tensor.is_inference, Tensor.retain_grad, Tensor.type),
+    *(Tensor.is_contiguous, Tensor.is_pinned, Tensor.is_inference, Tensor.retain_grad),
     *(GETTERS["_version"].__get__,),
 )
 """Functions whose answer for this rank's part holds for the whole value."""
@@ -102,6 +102,12 @@ def format_tensor(tensor: DividedTensor, **options: Any) -> str:
     function = tensor.local.grad_fn
     text: str = whole.requires_grad_(tensor.local.requires_grad).__repr__(**options)
     return text if function is None else text.replace("requires_grad=True", f"grad_fn=<{function.name()}>")
+
+
+@handles(Tensor.type)
+def get_type(tensor: DividedTensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return the name of the tensor's type, or the tensor in another one."""
+    return tensor.local.type() if dtype is None else call(Tensor.type, (tensor, dtype, *args), kwargs)
 
 
 @handles(Tensor.stride)

@@ -52,7 +52,9 @@ class LogicalView:
         if line not in self._notified_lines:
             self._notified_lines.add(line)
             name = resolve_name(function) or getattr(function, "__name__", str(function))
-            self.notify(f"{line}: {name} runs on the whole batch on every rank (correct, but not faster with more)")
+            self.notify(
+                f"{line}: {name} runs on the whole batch on every rank (correct, but not faster with more workers)"
+            )
 
 
 class DividedTensor(Tensor):

@@ -113,7 +113,7 @@ SHAPES: dict[str, Call] = {
     "insert and remove": lambda t: t.unsqueeze(0).transpose(0, 1).squeeze(1),
     "pad": lambda t: F.pad(t, (1, 2, 0, 1)),
     "interpolate": lambda t: F.interpolate(t.view(7, 1, 5), scale_factor=2, mode="linear"),
-    "casts": lambda t: ((t.float() * 2).double(), t.half().float()),
+    "casts": lambda t: ((t.float() * 2).double(), t.half().float(), t.type(torch.float32), t.type()),
 }
 
 REDUCTIONS: dict[str, Call] = {

@@ -56,7 +56,13 @@ GROUPS: dict[str, dict[str, Callable[[Tensor], Any]]] = {
         for name in ("adam", "gan", "gradient penalty", "hooks of parameters", "set elements", "reentrant checkpoint")
     },
 }
-IN_CI = {("reading", "data", 2), ("losses", "weight", 2), ("indexing", "leaf", 2), ("some loops", "data", 2)}
+IN_CI = {
+    ("reading", "data", 2),
+    ("shapes", "data", 2),
+    ("losses", "weight", 2),
+    ("indexing", "leaf", 2),
+    ("some loops", "data", 2),
+}
 """A call takes two traces the first time, so the soak runs most groups."""
 CASES = [
     pytest.param(group, source, workers, marks=() if (group, source, workers) in IN_CI else pytest.mark.exhaustive)
@@ -117,16 +123,18 @@ def describe(call: Callable[[Tensor], Any], batch: Tensor, source: Source) -> li
 
 def compare(mesh: Mesh, calls: dict[str, Callable[[Tensor], Any]], source: Source) -> list[str]:
     """Return the calls whose results in the logical view differ from plain PyTorch's."""
-    torch.set_default_dtype(torch.float64)
     view = LogicalView(mesh, lambda _: None)
     differing = []
-    for name, call in calls.items():
-        expected = describe(call, make_batch(), source)
-        with LogicalBackward(view).install():
-            found = describe(call, divide(make_batch(), view), source)
-        if not is_equal(expected, found):
-            differing.append(f"{name}: {found} instead of {expected}")
-    torch.set_default_dtype(torch.float32)
+    torch.set_default_dtype(torch.float64)
+    try:
+        for name, call in calls.items():
+            expected = describe(call, make_batch(), source)
+            with LogicalBackward(view).install():
+                found = describe(call, divide(make_batch(), view), source)
+            if not is_equal(expected, found):
+                differing.append(f"{name}: {found} instead of {expected}")
+    finally:
+        torch.set_default_dtype(torch.float32)
     return differing
 
 
