@@ -61,6 +61,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="Workers whose output to show: the first or all. Default: first.",
     )
+    view = parser.add_mutually_exclusive_group()
+    view.add_argument(
+        "--logical",
+        dest="view",
+        action="store_const",
+        const="logical",
+        default="auto",
+        help="Run a script that knows no ranks as one training: its batches are divided between the workers.",
+    )
+    view.add_argument(
+        "--separate",
+        dest="view",
+        action="store_const",
+        const="separate",
+        help="Run a copy of the script on each worker.",
+    )
     _add_start_options(parser)
     add_own_options(parser)
     add_host_options(parser)
@@ -171,6 +187,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             show=arguments.show,
             warm=not arguments.no_warm,
             preload=tuple(arguments.preload),
+            view=arguments.view,
             progress=not (arguments.no_progress or arguments.quiet or arguments.debug_rank is not None),
             agent_output="quiet" if arguments.quiet else "summary",
             command=("rankless", NAME, *arguments.command_line),

@@ -18,6 +18,10 @@ Precision = Literal["float64"]
 Backend = Literal["gloo", "nccl", "shared_memory", "hierarchical"]
 """A backend of `torch.distributed`."""
 UNKNOWN_HOST = -1
+ViewChoice = Literal["auto", "logical", "separate"]
+"""How several workers run a script that knows no ranks: "logical" is one training on divided batches, "separate" is one
+copy on each worker, and "auto" decides by the script's source.
+"""
 AgentStart = Literal["ssh", "manual", "script", "slurm"]
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -158,6 +162,8 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of the run beside its workers, by the name of the extension that they belong to."""
     most_lost_workers: int = 0
     """How many killed workers the run tolerates."""
+    is_logical: bool = False
+    """Whether the script runs in the logical view."""
 
     @property
     def world_size(self) -> int:
@@ -291,6 +297,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fork the workers from a process that has imported torch; False starts plain processes."""
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports besides torch; RANKLESS_PRELOAD adds others."""
+    view: ViewChoice = "separate"
     progress: bool = True
     agent_output: AgentOutput = "table"
     command: tuple[str, ...] = ()
@@ -354,6 +361,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that gets the terminal. The watchdog is off then, and collectives wait for days."""
     grace_seconds: float
     """Seconds that workers have to end after a signal to an agent."""
+    is_logical: bool = False
+    """Whether the script runs in the logical view."""
     request: RunRequest
     """The request, which has all that needs no decision. Each host makes its own `RunConfig` from it."""
     roles: tuple[str, ...] = ()

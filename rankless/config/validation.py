@@ -37,8 +37,10 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     devices = choose_worker_devices(request, count, has_kinds=any(axis.stage_workers for axis in mesh))
     backend = read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else cluster.worker_host_count)
+    is_logical = is_run_logical(program, request, workers=count if cluster is None else cluster.workers)
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
-    has_separate_seeds = request.recording is None and (request.separate_seeds or not names_rankless(program))
+    expects_one_seed = is_logical or names_rankless(program)
+    has_separate_seeds = request.recording is None and (request.separate_seeds or not expects_one_seed)
     return RunConfig(
         program=program,
         worker_count=count,
@@ -52,9 +54,15 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         hang_timeout_seconds=hang_timeout(request),
         debug_rank=choose_debug_rank(request, cluster),
         grace_seconds=choose_grace(request.grace_seconds, snapshot()),
+        is_logical=is_logical,
         request=request,
         roles=list_roles(request),
     )
+
+
+def is_run_logical(program: Program, request: RunRequest, *, workers: int) -> bool:
+    """Return whether the workers run the program in the logical view."""
+    return request.view == "logical" and workers > 1
 
 
 def read_cluster(request: RunRequest) -> tuple[RunRequest, Cluster | None]:

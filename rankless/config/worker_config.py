@@ -33,6 +33,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     mesh: tuple[PlannedAxis, ...] = ()
     """The axes of the mesh from the outermost; none for one axis `data` of all workers."""
     observation: RunObservation = RunObservation()
+    is_logical: bool = False
+    """Whether the script runs in the logical view: it knows no ranks, and its batches are divided."""
     progress: bool = True
     """Whether the worker sends progress records to the agent."""
     records_descriptor: int | None = None

@@ -168,6 +168,7 @@ def _make_launch(
         plan=start.plan,
         mesh=start.mesh,
         observation=start.observation,
+        is_logical=start.is_logical,
         progress=config.request.progress,
         interface=position.interface,
         host=position.host_index,

@@ -69,6 +69,9 @@ OPTIMIZER_MODULES = ("torch._dynamo",)
 
 GROUP_MODULES = ("rankless.runtime.hooks.init_process_group", "rankless.runtime.process_groups")
 
+LOGICAL_MODULES = ("rankless.runtime.logical_script",)
+"""What a script in the logical view needs besides."""
+
 Cores = set[int] | None
 
 
@@ -78,7 +81,7 @@ def main(fast_exit: FastExit) -> Callable[[], None] | None:
     process_title.show_fork_server(config.program)
     cores = prepare_process()
     warm = config.warm and preload_modules(
-        with_jobs=names_rankless(config.program),
+        with_jobs=names_rankless(config.program) or is_logical(config),
         more=_list_more_modules(config),
     )
     if config.warm and not warm:
@@ -89,6 +92,11 @@ def main(fast_exit: FastExit) -> Callable[[], None] | None:
             _notify(config, message)
         warm = outcome.may_fork
     return serve_run(config, fast_exit=fast_exit, warm=warm, cores=cores)
+
+
+def is_logical(config: HostConfig) -> bool:
+    """Return whether the workers of a host run their script in the logical view."""
+    return any(each.config.is_logical for each in config.workers)
 
 
 def prepare_process() -> Cores:
@@ -121,6 +129,8 @@ def _list_more_modules(config: HostConfig) -> tuple[str, ...]:
     modules = [module for name in named for module in aliases[name].preload]
     if names_word(program, "optim"):
         modules += OPTIMIZER_MODULES
+    if is_logical(config):
+        modules += LOGICAL_MODULES
     shares_memory = ("shared_memory", "hierarchical")
     if any(each.config.backend in shares_memory and each.config.world_size > 1 for each in config.workers):
         modules += GROUP_MODULES

@@ -231,6 +231,8 @@ class WorkerProcess:
             importlib.import_module("rankless.runtime.hooks.script_mistakes").warn_of_mistakes(
                 self._notify, world_size=self._config.world_size
             )
+        if self._config.is_logical:
+            importlib.import_module("rankless.runtime.logical_script").begin_logical_view()
         names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(
