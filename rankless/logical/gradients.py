@@ -115,6 +115,7 @@ class LogicalBackward:
                 roots, gradients = [*map(get_part, as_list(tensors))], [*map(get_part, as_list(given))]
                 self._run(self._pass, roots, gradients, asked, options)
                 return
+            self._view.agreement.check("a backward pass", generators=True)
             roots, gradients = self._start(tensors, given)
             self._pass = GradientPass()
             try:

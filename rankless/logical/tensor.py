@@ -18,6 +18,7 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.logical.agreement import Agreement
 from rankless.logical.call_plan import CallPlan, CannotDivide, make_plan
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical.moves import move_with_gradient
@@ -42,6 +43,7 @@ class LogicalView:
         (self.axis,) = mesh.axes
         self.mesh = mesh
         self.notify = notify
+        self.agreement = Agreement(mesh)
         self.plans: dict[Any, Any] = {}
         """By signature without real numbers: a direct plan, or the plans by these numbers. None stands for no plan."""
         self._notified_lines: set[str] = set()
@@ -92,6 +94,7 @@ class DividedTensor(Tensor):
         needs_gradient = self.local.requires_grad and torch.is_grad_enabled()
         if self._whole is None or (needs_gradient and not self._whole[0].requires_grad):
             axis, shape = self.ranks.axis, self.logical_shape
+            self.ranks.agreement.check(f"the whole value of a tensor {list(shape)} of {self.dtype}")
             found = move_with_gradient(self.local, axis, shape, self.placement, Replicate())
             self._whole = found, found._version, self.local._version
         return self._whole[0]

@@ -42,7 +42,7 @@ class LogicalPass:
     def __init__(self, loader: "DataLoader[Any]", view: LogicalView, world: World) -> None:
         self._loader, self._view, self._world = loader, view, world
         self._where = f"a pass over a DataLoader of {type(loader.dataset).__name__}"
-        world.mesh.check_sync_point(self._where)
+        view.agreement.check(self._where, generators=True)
         self._batches = ITERATE(loader)
         self._number = 0
 
@@ -55,9 +55,8 @@ class LogicalPass:
     def __next__(self) -> Any:
         batch = next(self._batches)
         self._number += 1
-        digest = int.from_bytes(compute_digest(batch)[:8])
-        where = f"batch {self._number} of {self._where}"
-        self._world.mesh.check_sync_point(where, names=lambda: ["the batch"], digests=[digest])
+        self._view.agreement.note(compute_digest(batch), "the batch, with the digest")
+        self._view.agreement.check(f"batch {self._number} of {self._where}")
         return divide_batch(batch, self._view, rows=self._loader.batch_size)
 
 

@@ -1,0 +1,130 @@
+"""Checks that the ranks of a logical view do the same, and names what they do differently.
+
+Every rank runs the whole script, so all ranks make the same calls with the same values. What differs between processes
+(the clock, the order of a set, an entropy of the system) could break that. Note [agreement]: each rank keeps a digest
+of its calls and of the values that Python gave to them. Where ranks meet anyway (a value is read, gradients are summed,
+a batch begins), they compare the digests and the states of their random generators, without a message. See Note [desync
+detection]. A difference raises `RanksDiverged` on every rank before a step uses it.
+"""
+
+import random
+import sys
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy
+import torch
+from torch import Tensor
+
+from rankless.parallel.mesh import Mesh
+from rankless.records.encoding import encode_msgpack
+from rankless.user_code import script_line
+
+KEPT_NOTES = 12
+"""How many of the last noted values a rank can show to the others."""
+MAX_NOTE_CHARACTERS = 120
+SAMPLED_BYTES = 1 << 14
+FIX = (
+    "let every rank compute the same: numbers from the clock, from os.urandom, or from the order of a set or of a folder "
+    "differ between processes; fix the seed, sort, or start with --separate, which runs copies that do not train together"
+)
+
+
+class Agreement:
+    """What a rank has done since the start of the view, as digests that must be equal on all ranks.
+
+    Args:
+        mesh: The ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._calls = 0
+        self._values = 0
+        self._notes: deque[str] = deque(maxlen=KEPT_NOTES)
+        self._known: dict[int, int] = {}
+
+    def count_call(self, number: int) -> None:
+        """Count a call of the plan with a number; all ranks make the same calls in the same order."""
+        self._calls = hash((self._calls, number))
+
+    def note(self, value: object, what: str) -> None:
+        """Note a value that must be equal on all ranks.
+
+        Args:
+            value: A number, a text, bytes, or a tuple of these.
+            what: What it is, for the error, as "the seed of torch.manual_seed".
+        """
+        text = repr(value)
+        self._values = zlib.crc32(text.encode(), self._values)
+        self._notes.append(f"{script_line(sys._getframe(1))}: {what} {text}"[:MAX_NOTE_CHARACTERS])
+
+    def note_tensor(self, tensor: Tensor, what: str) -> None:
+        """Note the values of a plain tensor that a call takes, unless they are known. Large tensors are sampled."""
+        version = -1 if tensor.is_inference() else tensor._version
+        if self._known.get(id(tensor)) == version or tensor.device.type != "cpu":
+            return
+        if len(self._known) > SAMPLED_BYTES:
+            self._known.clear()
+        self._known[id(tensor)] = version
+        self.note(digest_values(tensor), what)
+
+    def check(self, where: str, *, generators: bool = False) -> None:
+        """Compare with the other ranks.
+
+        Args:
+            where: The call in which all ranks meet, in the same words on all.
+            generators: Whether to compare the states of random generators too, which takes about 40 µs.
+
+        Raises:
+            RanksDiverged: Another rank is in another call, or has made other calls, noted other values, or drawn other
+                random numbers.
+        """
+        if self._mesh.size == 1:
+            return
+        digests = [self._calls & (1 << 64) - 1, self._values, *(digest_generators() if generators else ())]
+        details = encode_msgpack(list(self._notes))
+        self._mesh.check_sync_point(
+            where, names=list_names, digests=digests, details=details, describe=self._describe_difference
+        )
+
+    def _describe_difference(self, names: Sequence[str], details: Mapping[int, bytes]) -> tuple[str, str] | None:
+        """Return what differs between the notes of the ranks, and how to correct it; see `Mesh.check_sync_point`."""
+        notes = {rank: msgspec.msgpack.decode(data, type=list[str]) for rank, data in details.items() if data}
+        if len(notes) < 2 or list_names()[1] not in names:
+            return f"other {' and '.join(names)} on some ranks", FIX
+        for lines in zip(*notes.values(), strict=False):
+            if len(set(lines)) > 1:
+                found = dict(zip(notes, lines, strict=True))
+                return "; ".join(f"rank {rank}: {line}" for rank, line in found.items()), FIX
+        return f"other {' and '.join(names)} on some ranks", FIX
+
+
+def list_names() -> Sequence[str]:
+    """Return the names of the digests that ranks compare."""
+    generators = ("random numbers of torch", "random numbers of NumPy", "random numbers of Python's random")
+    return ("calls of PyTorch's functions", "values", *generators)
+
+
+def digest_generators() -> list[int]:
+    """Return digests of the states of the process's random generators."""
+    name, keys, *rest = numpy.random.get_state(legacy=True)
+    version, internal, gauss = random.getstate()
+    return [
+        zlib.crc32(torch.default_generator.get_state().numpy()),
+        zlib.crc32(repr((name, rest)).encode(), zlib.crc32(keys)),
+        hash(internal) & (1 << 64) - 1 ^ zlib.crc32(repr((version, gauss)).encode()),
+    ]
+
+
+def digest_values(tensor: Tensor) -> int:
+    """Return a digest of the values of a tensor on the CPU; above 16 KiB of its beginning, middle and end."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    if len(flat) <= SAMPLED_BYTES:
+        return zlib.crc32(flat)
+    part, digest = SAMPLED_BYTES // 4, 0
+    for start in range(0, len(flat), len(flat) // 4):
+        digest = zlib.crc32(flat[start : start + part], digest)
+    return digest
