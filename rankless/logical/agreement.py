@@ -27,8 +27,8 @@ KEPT_NOTES = 12
 MAX_NOTE_CHARACTERS = 120
 SAMPLED_BYTES = 1 << 14
 FIX = (
-    "let every rank compute the same: numbers from the clock, from os.urandom, or from the order of a set or of a folder "
-    "differ between processes; fix the seed, sort, or start with --separate, which runs copies that do not train together"
+    "let every rank compute the same: numbers from the clock, and the order of a set or of a folder, differ between "
+    "processes; fix the seed, or sort; or start with --separate, which runs copies that do not train together"
 )
 
 
@@ -113,15 +113,16 @@ def digest_generators() -> list[int]:
     name, keys, *rest = numpy.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     return [
-        zlib.crc32(torch.default_generator.get_state().numpy()),
-        zlib.crc32(repr((name, rest)).encode(), zlib.crc32(keys)),
+        zlib.crc32(torch.default_generator.get_state().numpy().data),
+        zlib.crc32(repr((name, rest)).encode(), zlib.crc32(numpy.asarray(keys).data)),
         hash(internal) & (1 << 64) - 1 ^ zlib.crc32(repr((version, gauss)).encode()),
     ]
 
 
 def digest_values(tensor: Tensor) -> int:
     """Return a digest of the values of a tensor on the CPU; above 16 KiB of its beginning, middle and end."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = plain.reshape(-1).view(torch.uint8).numpy().data
     if len(flat) <= SAMPLED_BYTES:
         return zlib.crc32(flat)
     part, digest = SAMPLED_BYTES // 4, 0

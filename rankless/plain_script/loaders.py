@@ -1,8 +1,9 @@
 """`DataLoader` in the logical view: the same batches, in the same order, of which each rank holds its rows."""
 
 import contextlib
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -11,10 +12,11 @@ from torch.utils.data import DataLoader
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.context.world import World
-from rankless.data.batch_tree import compute_digest, map_leaves
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.data.batch_tree import compute_digest, map_leaves, map_tensors
+from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
+from rankless.plain_script.shared_reading import LoaderState, RowReader, SharedReading
 
 ITERATE = DataLoader.__iter__
 
@@ -23,11 +25,27 @@ ITERATE = DataLoader.__iter__
 def divide_batches(view: LogicalView, world: World) -> Iterator[None]:
     """Within the context, each `DataLoader` yields logical batches."""
 
+    known: WeakKeyDictionary[DataLoader[Any], LoaderState] = WeakKeyDictionary()
+
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-        return LogicalPass(loader, view, world)
+        if type(loader.dataset) is RowReader:
+            return ITERATE(loader)
+        reading = make_reading(loader, known.setdefault(loader, LoaderState()), view)
+        return LogicalPass(loader, reading, view, world)
 
     with replace_attributes((DataLoader, "__iter__", iterate)):
         yield
+
+
+def make_reading(loader: "DataLoader[Any]", state: LoaderState, view: LogicalView) -> SharedReading | None:
+    """Return what reads a pass over a loader; None if every rank reads whole batches."""
+    if state.persistent is not None:
+        return state.persistent
+    if not SharedReading.can_share(loader):
+        return None
+    reading = SharedReading(loader, state, view.mesh)
+    state.persistent = reading if loader.persistent_workers else None
+    return reading
 
 
 class LogicalPass:
@@ -35,50 +53,95 @@ class LogicalPass:
 
     Args:
         loader: The loader.
+        reading: Reads each rank's rows; None if every rank reads whole batches.
         view: The ranks.
         world: The same ranks, with what takes part in their steps.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", view: LogicalView, world: World) -> None:
-        self._loader, self._view, self._world = loader, view, world
+    def __init__(
+        self, loader: "DataLoader[Any]", reading: SharedReading | None, view: LogicalView, world: World
+    ) -> None:
+        self._loader, self._reading, self._view, self._world = loader, reading, view, world
         self._where = f"a pass over a DataLoader of {type(loader.dataset).__name__}"
         view.agreement.check(self._where, generators=True)
-        self._batches = ITERATE(loader)
+        self._wholes: Iterator[Any] = iter(())
+        if reading is None:
+            self._wholes = ITERATE(loader)
+        else:
+            reading.begin()
         self._number = 0
+        batches = self._count_batches()
+        self._pass = world.passes.begin(batches=batches)
+        world.events.begin_pass(self._pass, batches=batches)
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __len__(self) -> int:
-        return len(self._batches) if isinstance(self._batches, Sized) else len(self._loader)
+        return len(self._loader)
 
     def __next__(self) -> Any:
-        batch = next(self._batches)
+        try:
+            batch, rows = self._take_whole() if self._reading is None else self._take_shared(self._reading)
+        except StopIteration:
+            self._world.events.end_pass(self._pass)
+            raise
         self._number += 1
-        self._view.agreement.note(compute_digest(batch), "the batch, with the digest")
+        self._world.events.begin_batch(self._pass, rows=rows)
         self._view.agreement.check(f"batch {self._number} of {self._where}")
-        return divide_batch(batch, self._view, rows=self._loader.batch_size)
+        return batch
+
+    def _take_whole(self) -> tuple[Any, int]:
+        """Return the next batch, which every rank reads, and the number of its rows."""
+        batch = next(self._wholes)
+        self._view.agreement.note(compute_digest(batch), "the batch, with the digest")
+        rows = find_rows(batch, self._loader.batch_size)
+        return divide_batch(batch, self._view, rows=rows), rows
+
+    def _take_shared(self, reading: SharedReading) -> tuple[Any, int]:
+        """Return the next batch, of which this rank reads its rows, and the number of all rows."""
+        read = reading.take()
+        self._view.agreement.note((read.key.indices, read.common), "the batch, with indices and first sample")
+        rows = len(read.key.indices)
+        if read.is_whole:
+            return divide_batch(read.data, self._view, rows=find_rows(read.data, rows)), rows
+        lengths = BatchDivision.of(self._view.mesh).split(rows)
+        return map_tensors(lambda leaf: shard_rows(leaf, lengths, self._view), read.data), rows
+
+    def _count_batches(self) -> int | None:
+        try:
+            return len(self._loader)
+        except TypeError:
+            return None
 
 
-def divide_batch(batch: Any, view: LogicalView, *, rows: int | None) -> Any:
+def find_rows(batch: Any, samples: int | None) -> int:
+    """Return the number of rows along which a batch is divided, or 0 if it has none.
+
+    Args:
+        batch: The batch.
+        samples: The number of samples that the loader puts into a full batch; None if its data set makes batches.
+    """
+    sizes = [size for leaf in list_tensors(batch) for size in leaf.shape[:1]]
+    return samples if samples is not None and samples in sizes else max(sizes, key=sizes.count, default=0)
+
+
+def divide_batch(batch: Any, view: LogicalView, *, rows: int) -> Any:
     """Return a batch with logical tensors in place of plain ones.
 
     Args:
         batch: A tensor, or containers of tensors and anything else. Every rank has all of it.
         view: The ranks.
-        rows: The number of samples that the loader puts into a full batch; None if its data set makes batches.
+        rows: The number of rows. Tensors without a dim of this size stay whole.
     """
-    sizes = [size for leaf in list_tensors(batch) for size in leaf.shape[:1]]
-    if rows is None or rows not in sizes:
-        rows = max(sizes, key=sizes.count, default=None)
-    if rows is None or rows < view.axis.size:
+    if rows < view.axis.size:
         return batch
-    count = rows
-    return map_leaves(
-        lambda _, leaf: divide_tensor(leaf, view, rows=count),
-        batch,
-        is_leaf=lambda leaf: isinstance(leaf, PackedSequence),
-    )
+    return map_leaves(lambda _, leaf: divide_tensor(leaf, view, rows=rows), batch, is_leaf=is_packed)
+
+
+def is_packed(part: Any) -> bool:
+    """Return whether a part of a batch is one whose tensors belong together."""
+    return isinstance(part, PackedSequence)
 
 
 def list_tensors(batch: Any) -> list[Tensor]:
@@ -87,7 +150,7 @@ def list_tensors(batch: Any) -> list[Tensor]:
     map_leaves(
         lambda _, leaf: found.append(leaf) if isinstance(leaf, Tensor) else None,
         batch,
-        is_leaf=lambda leaf: isinstance(leaf, PackedSequence),
+        is_leaf=is_packed,
     )
     return found
 
