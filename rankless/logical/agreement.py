@@ -7,8 +7,10 @@ a batch begins), they compare the digests and the states of their random generat
 detection]. A difference raises `RanksDiverged` on every rank before a step uses it.
 """
 
+import os
 import random
 import sys
+import threading
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from rankless.errors import RanklessError
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 from rankless.user_code import script_line
@@ -45,6 +48,13 @@ class Agreement:
         self._values = 0
         self._notes: deque[str] = deque(maxlen=KEPT_NOTES)
         self._known: dict[int, int] = {}
+        self._process_id = os.getpid()
+
+    def is_script_thread(self) -> bool:
+        """Return whether this is the script's main thread, or a thread that PyTorch has started for it."""
+        thread = threading.current_thread()
+        is_python_thread = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
+        return not is_python_thread and os.getpid() == self._process_id
 
     def count_call(self, number: int) -> None:
         """Count a call of the plan with a number; all ranks make the same calls in the same order."""
@@ -81,9 +91,17 @@ class Agreement:
         Raises:
             RanksDiverged: Another rank is in another call, or has made other calls, noted other values, or drawn other
                 random numbers.
+            RanklessError: A thread or a process that the script has started calls this.
         """
         if self._mesh.size == 1:
             return
+        if not self.is_script_thread():
+            raise RanklessError(
+                expected="reads of divided batches in the script's main thread, in the same order on all ranks",
+                found=f"{where}, in {threading.current_thread().name} of process {os.getpid()}",
+                fix="read the values in the main thread, as batch.numpy() does, and pass them to the thread or process",
+                where=script_line(sys._getframe(1)) or None,
+            )
         digests = [self._calls & (1 << 64) - 1, self._values, *(digest_generators() if generators else ())]
         details = encode_msgpack(list(self._notes))
         self._mesh.check_sync_point(

@@ -28,8 +28,8 @@ def divide_batches(view: LogicalView, world: World) -> Iterator[None]:
     known: WeakKeyDictionary[DataLoader[Any], LoaderState] = WeakKeyDictionary()
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-        if type(loader.dataset) is RowReader:
-            return ITERATE(loader)
+        if type(loader.dataset) is RowReader or not view.agreement.is_script_thread():
+            return ITERATE(loader)  # a thread reads whole batches
         reading = make_reading(loader, known.setdefault(loader, LoaderState()), view)
         return LogicalPass(loader, reading, view, world)
 

@@ -28,14 +28,14 @@ from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 class PlainView:
     """Runs a job eagerly. In the noise-floor run of `verify` it perturbs parameters and gradients."""
 
-    def __init__(self, job: JobDefinition, world: World) -> None:
+    def __init__(self, job: JobDefinition, world: World, *, is_observed: bool = True) -> None:
         self._job = job
         self._world = world
         self._device = job.device(world.mesh.device)
         self._joint = world.joint.join_job(job, world)
         self._loss_weights = LossWeightReader(job, world, weights_only=True) if job.accumulates else None
         seed = world.settings.perturbation_seed
-        self._is_first = True
+        self._is_first = is_observed
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
     def run(self, arguments: FlattenedArguments) -> CallResult:

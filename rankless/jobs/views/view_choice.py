@@ -15,12 +15,13 @@ from rankless.context.generator_states import restore_generators, save_generator
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.deferred_models.building import find_deferred, materialize
-from rankless.errors import LostWorkerError, RanklessError
+from rankless.errors import CaptureError, LostWorkerError, RanklessError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.dtype_override import cast_job
 from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.views.call_failures import explain_failure
 from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.logical import LogicalJobView, can_run_logically
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.uncaptured import UncapturedView
@@ -103,9 +104,15 @@ class WorldView:
             world.operations.begin(world.mesh)
             return functools.partial(self._run_once, view, divide_arguments(arguments, world), world)
         if world.recovery is None:
-            return world.run_for_all(
-                lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
-            )
+            try:
+                return world.run_for_all(
+                    lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
+                )
+            except CaptureError as error:
+                if not can_run_logically(self._job, world):
+                    raise
+                self.view = LogicalJobView(self._job, world, error)
+                return functools.partial(self.view.run, arguments)
         view.joint.share()  # operations of their own
         states, is_first = save_generators(view.generators), True
 

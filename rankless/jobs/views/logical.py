@@ -1,0 +1,91 @@
+"""The logical view of a job that cannot be one program: each rank runs its function on divided batches.
+
+Each PyTorch function is lowered by itself; see `rankless.logical`. Models, gradients and results are whole and equal on
+all ranks, as in a script without a job.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from rankless.compiler.capture.results import map_result
+from rankless.compiler.capture.trace_to_program import named_tensors
+from rankless.context.world import World
+from rankless.data.logical_tensor import LogicalTensor
+from rankless.errors import CaptureError
+from rankless.jobs.arguments import FlattenedArguments
+from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
+from rankless.jobs.job_definition import CallResult, JobDefinition
+from rankless.jobs.model_sync import require_usable_models
+from rankless.jobs.views.one_device import PlainView
+from rankless.logical.gradients import LogicalBackward
+from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.parallel.tensor_placement import Shard
+
+
+class LogicalJobView:
+    """Runs one job on every rank of a mesh, with the rank's rows of the batch.
+
+    Args:
+        job: The job.
+        world: The ranks; see `can_run_logically`.
+        reason: Why the job is not one program.
+    """
+
+    def __init__(self, job: JobDefinition, world: World, reason: CaptureError) -> None:
+        self._job = job
+        self._world = world
+        self._sync = CallSync(job, world)
+        self._plain = PlainView(job, world, is_observed=False)
+        self._random_states = RandomStates(with_python=True)
+        self._view = LogicalView(world.mesh, world.notify)
+        self._backward = LogicalBackward(self._view)
+        require_usable_models(job, world)
+        world.notify(
+            f"{reason.where or job.line}: job {job.name!r} cannot be one program ({reason.found}), so its functions "
+            "run one by one on divided batches; capture=False runs it on the whole batch on every rank instead"
+        )
+
+    def run(self, arguments: FlattenedArguments) -> CallResult:
+        """Return the job's result, the same on every rank. A train job also sets its parameters' gradients.
+
+        Raises:
+            RanksDiverged: Ranks make other calls, or have other values.
+        """
+        self._sync.check(
+            format_call(self._job.name, self._sync.calls + 1, arguments),
+            arguments=arguments,
+            random_states=self._random_states,
+        )
+        owner = self._world.owner
+        owner.begin_call()
+        tensors = tuple(self._divide(tensor) for tensor in arguments.tensors)
+        with self._backward.install():
+            outcome = self._plain.run(replace(arguments, tensors=tensors))
+            outcome = replace(outcome, result=map_result(make_whole, outcome.result), loss=make_whole(outcome.loss))
+        self._world.mesh.check_sync_point_again()
+        owner.begin_call()  # the job may have changed parameters of which this worker has a shard
+        states = [tensor for _, tensor in sorted(named_tensors(self._job.modules).items())]
+        self._sync.record_states(states, states)
+        return outcome
+
+    def _divide(self, tensor: Tensor) -> Tensor:
+        """Return an argument as the logical view takes it."""
+        if not isinstance(tensor, LogicalTensor) or not isinstance(tensor.placement, Shard):
+            return tensor
+        # Memory of its own: the job may change its argument in place, but the script's batch is another tensor.
+        return DividedTensor(tensor.local.clone(), tensor.placement, tuple(tensor.shape), self._view)
+
+
+def make_whole(value: Any) -> Any:
+    """Return a logical tensor whole, and anything else as it is."""
+    return value.whole() if isinstance(value, DividedTensor) else value
+
+
+def can_run_logically(job: JobDefinition, world: World) -> bool:
+    """Return whether a job that cannot be one program can run in the logical view: nothing but batches is divided."""
+    (axis, *others) = world.mesh.axes
+    is_divided = job.step_options.zero is not None or world.settings.plan is not None or job.accumulates
+    is_plain = axis.role == "data" and not others and world.recovery is None and not axis.stage_workers
+    return is_plain and not is_divided and not job.draws_by_counter and job.recomputed_fraction == 0
