@@ -363,6 +363,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds that workers have to end after a signal to an agent."""
     is_logical: bool = False
     """Whether the script runs in the logical view."""
+    view_reason: str = ""
+    """Why it does, or does not, if the source has decided and the user should read it."""
     request: RunRequest
     """The request, which has all that needs no decision. Each host makes its own `RunConfig` from it."""
     roles: tuple[str, ...] = ()

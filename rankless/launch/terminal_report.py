@@ -26,6 +26,7 @@ from rankless.launch.supervisor.terminal_text import (
     format_shared_gpus,
     format_start_line,
     format_summary,
+    format_view_line,
     format_worker_table,
 )
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
@@ -75,9 +76,11 @@ class RunReport:
                 f"rankless: host {job.host_index + 1} of {count}, {ranks}{others}, logs in {self._folder}; "
                 f"{job.names[0]} shows the training\n"
             )
+        workers = job.start.world_size
+        view = format_view_line(config, workers)
         if count == 1:
-            return format_start_line(config, folder=self._folder)
-        return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
+            return format_start_line(config, folder=self._folder) + view
+        return format_hosts_line(config, folder=self._folder, worker_count=workers, host_count=count) + view
 
     def format_processes(
         self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], others: Sequence[ProcessRow] = ()
