@@ -36,14 +36,14 @@ RANK_NAMES = frozenset(
         *("transformers.TrainingArguments", "transformers.Seq2SeqTrainingArguments", "transformers.training_args"),
         *("sentence_transformers.SentenceTransformerTrainer", "setfit.Trainer", "datasets.distributed"),
         *("ignite.distributed", "fastai.distributed", "catalyst", "mmengine", "composer", "ultralytics"),
-        *("horovod", "deepspeed", "megatron", "colossalai", "fairscale", "torchft", "torchrec", "torchtitan", "bagua"),
+        *("deepspeed", "megatron", "colossalai", "fairscale", "torchft", "torchrec", "torchtitan", "bagua"),
         *("torch_xla", "mpi4py", "ray", "paddle", "byteps", "smdistributed", "hivemind"),
     }
 )
 """Modules and names, also with what lies below them, of programs that know ranks or whose library does."""
 LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NTASKS)"
-    r"|PMIX?_(RANK|SIZE)|MV2_COMM_WORLD_\w+|OMPI_COMM_WORLD_\w+|TORCHELASTIC_\w+|HOROVOD_\w+|JOB_COMPLETION_INDEX"
+    r"|PMIX?_(RANK|SIZE)|MV2_COMM_WORLD_\w+|OMPI_COMM_WORLD_\w+|TORCHELASTIC_\w+|JOB_COMPLETION_INDEX"
 )
 RANK_OPTIONS = ("--local_rank", "--local-rank")
 PLAIN_NAMES = frozenset(
