@@ -180,6 +180,8 @@ class WorkerProcess:
             if exit_code == 0:
                 _finish_context()
         except BaseException as error:
+            if self._config.is_logical:
+                importlib.import_module("rankless.plain_script.single_process").explain(error)
             self._report_error(_remove_own_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
