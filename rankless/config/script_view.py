@@ -14,7 +14,7 @@ from collections.abc import Container, Iterator
 from typing import Literal, NamedTuple
 
 from rankless.config.extensions import list_aliases
-from rankless.config.run_config import Program
+from rankless.config.run_config import Program, ScriptView
 from rankless.config.script_source import SourceFile, own_files
 
 RANK_NAMES = frozenset(
@@ -58,12 +58,14 @@ TORCH_REQUIREMENT = re.compile(
 )
 
 
-class ScriptView(NamedTuple):
-    """How several workers run a program."""
-
-    is_logical: bool
-    reason: str
-    """Why, as in "train.py knows no ranks"; "" if the user need not read it."""
+def describe_view(view: ScriptView, workers: int) -> str:
+    """Return what was decided, why, and the other option, in a line."""
+    if view.is_logical:
+        return (
+            f"{view.reason}: one training, its batches divided between {workers} workers (--separate runs {workers} "
+            "copies)"
+        )
+    return f"{view.reason}: it runs as {workers} ranks (--logical divides the batches of one training)"
 
 
 class Use(NamedTuple):

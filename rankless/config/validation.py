@@ -14,10 +14,10 @@ from rankless.config.environment import snapshot, user_hang_timeout, user_preloa
 from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
-from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, check_elastic
+from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, ScriptView, check_elastic
 from rankless.config.run_options import check_options, count_processes
 from rankless.config.script_source import names_rankless
-from rankless.config.script_view import ScriptView, decide_view
+from rankless.config.script_view import decide_view
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
@@ -55,8 +55,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         hang_timeout_seconds=hang_timeout(request),
         debug_rank=choose_debug_rank(request, cluster),
         grace_seconds=choose_grace(request.grace_seconds, snapshot()),
-        is_logical=view.is_logical,
-        view_reason=view.reason,
+        view=view,
         request=request,
         roles=list_roles(request),
     )
@@ -65,17 +64,17 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
 def choose_view(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...], *, workers: int) -> ScriptView:
     """Return how the workers run the program. Raises `ConfigError` if the user asks for a view that it cannot have."""
     if workers == 1 or request.view == "separate":
-        return ScriptView(is_logical=False, reason="")
+        return ScriptView()
     conflict = _find_view_conflict(program, request, mesh)
     if request.view == "auto":
-        return decide_view(program) if conflict is None else ScriptView(is_logical=False, reason="")
+        return decide_view(program) if conflict is None else ScriptView()
     if conflict is not None:
         raise ConfigError(
             expected="--logical with a Python program, whose workers all divide batches",
             found=conflict,
             fix="omit it, or omit --logical",
         )
-    return ScriptView(is_logical=True, reason="")
+    return ScriptView(is_logical=True)
 
 
 def _find_view_conflict(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...]) -> str | None:

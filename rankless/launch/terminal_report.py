@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from rankless.config.run_config import RunConfig
+from rankless.config.script_view import describe_view
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
@@ -26,7 +27,6 @@ from rankless.launch.supervisor.terminal_text import (
     format_shared_gpus,
     format_start_line,
     format_summary,
-    format_view_line,
     format_worker_table,
 )
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
@@ -77,7 +77,7 @@ class RunReport:
                 f"{job.names[0]} shows the training\n"
             )
         workers = job.start.world_size
-        view = format_view_line(config, workers)
+        view = f"rankless: {describe_view(config.view, workers)}\n" if config.view.reason else ""
         if count == 1:
             return format_start_line(config, folder=self._folder) + view
         return format_hosts_line(config, folder=self._folder, worker_count=workers, host_count=count) + view

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from rankless.config.mesh_option import parse_mesh
-from rankless.config.run_config import Program, RunRequest
-from rankless.config.script_view import ScriptView, decide_view, requires_torch
+from rankless.config.run_config import Program, RunRequest, ScriptView
+from rankless.config.script_view import decide_view, requires_torch
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 
@@ -180,15 +180,15 @@ def plain(folder: Path) -> Program:
 
 
 def test_only_several_workers_and_only_rankless_run_choose_the_view(plain: Program) -> None:
-    assert make_run_config(plain, request("auto")).is_logical
-    assert make_run_config(plain, request("auto", mesh=parse_mesh("data=2"))).is_logical
-    assert make_run_config(plain, request("logical")).is_logical
+    assert make_run_config(plain, request("auto")).view.is_logical
+    assert make_run_config(plain, request("auto", mesh=parse_mesh("data=2"))).view.is_logical
+    assert make_run_config(plain, request("logical")).view.is_logical
     assert make_run_config(plain, request("auto")).seed is not None
-    assert not make_run_config(plain, request("separate")).is_logical
-    assert not make_run_config(plain, request("auto", count=1)).is_logical
-    assert not make_run_config(plain, request("logical", count=1)).is_logical
-    assert not make_run_config(plain, RunRequest(worker_count=2, devices="cpu")).is_logical
-    assert not make_run_config(plain, request("auto", mesh=parse_mesh("tensor=2"))).is_logical
+    assert not make_run_config(plain, request("separate")).view.is_logical
+    assert not make_run_config(plain, request("auto", count=1)).view.is_logical
+    assert not make_run_config(plain, request("logical", count=1)).view.is_logical
+    assert not make_run_config(plain, RunRequest(worker_count=2, devices="cpu")).view.is_logical
+    assert not make_run_config(plain, request("auto", mesh=parse_mesh("tensor=2"))).view.is_logical
 
 
 def test_a_view_that_a_run_cannot_have_is_refused(plain: Program) -> None:

@@ -90,7 +90,7 @@ def choose_stop_times(config: RunConfig, profile: LauncherProfile) -> StopTimes:
     return StopTimes(
         config.grace_seconds if own is None else own,
         profile.signal_forwarding,
-        alike_seconds=config.grace_seconds if config.is_logical else 0.0,
+        alike_seconds=config.grace_seconds if config.view.is_logical else 0.0,
     )
 
 

@@ -47,20 +47,6 @@ def format_hosts_line(config: RunConfig, *, folder: str, worker_count: int, host
     return f"rankless: {counts}{_describe_others(config)}{seed}, logs in {folder} on each\n"
 
 
-def format_view_line(config: RunConfig, workers: int) -> str:
-    """Return the line about what the source of the script has decided; "" if there is nothing to say."""
-    if not config.view_reason:
-        return ""
-    if config.is_logical:
-        return (
-            f"rankless: {config.view_reason}: one training, its batches divided between {workers} workers "
-            f"(--separate runs {workers} copies)\n"
-        )
-    return (
-        f"rankless: {config.view_reason}: it runs as {workers} ranks (--logical divides the batches of one training)\n"
-    )
-
-
 def _format_kinds(config: RunConfig, worker_count: int) -> str:
     """Return the number of all workers, or of those of each kind with the ranks of the heterogeneous ones."""
     ranks = next((axis.stage_workers[1] for axis in config.mesh if axis.stage_workers), ())
