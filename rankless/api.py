@@ -32,6 +32,7 @@ from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.parallel.plan import Plan, PlanSource, place
+from rankless.plain_script.single_process import make_refusal
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
 from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
@@ -345,7 +346,7 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
         >>> rankless.once(sorted, [3, 1, 2])
         [1, 2, 3]
     """
-    world = _current().world
+    world = _current_in_any_view().world
     return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
 
 
@@ -734,6 +735,14 @@ def _world() -> World:
 
 
 def _current() -> ProcessContext:
+    """Return the context of this process. Raises `ConfigError` in the logical view, in which there are no ranks."""
+    context = _current_in_any_view()
+    if context.logical is not None:
+        raise make_refusal("a function of Rankless for scripts that know ranks")
+    return context
+
+
+def _current_in_any_view() -> ProcessContext:
     return current_context(make_observer=_make_display_observer)
 
 

@@ -46,6 +46,27 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_view_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how several workers run a script without jobs."""
+    view = parser.add_mutually_exclusive_group()
+    view.add_argument(
+        "--logical",
+        dest="view",
+        action="store_const",
+        const="logical",
+        default="auto",
+        help="Run the script as one training: it sees one process, and its batches are divided between the workers. "
+        "Default: for a script of PyTorch that knows no ranks.",
+    )
+    view.add_argument(
+        "--separate",
+        dest="view",
+        action="store_const",
+        const="separate",
+        help="Run a copy of the script on each worker, which sees its rank. Default: for all other scripts.",
+    )
+
+
 def add_program_options(parser: argparse.ArgumentParser) -> None:
     """Add the program to `parser`; all options after it belong to the program."""
     parser.set_defaults(program=None)

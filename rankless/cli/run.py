@@ -10,6 +10,7 @@ from rankless.cli.program_options import (
     PLAN_HELP,
     add_backend_option,
     add_program_options,
+    add_view_options,
     count_default_workers,
     find_misplaced_count,
     read_plan_file,
@@ -61,22 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="first",
         help="Workers whose output to show: the first or all. Default: first.",
     )
-    view = parser.add_mutually_exclusive_group()
-    view.add_argument(
-        "--logical",
-        dest="view",
-        action="store_const",
-        const="logical",
-        default="auto",
-        help="Run a script that knows no ranks as one training: its batches are divided between the workers.",
-    )
-    view.add_argument(
-        "--separate",
-        dest="view",
-        action="store_const",
-        const="separate",
-        help="Run a copy of the script on each worker.",
-    )
+    add_view_options(parser)
     _add_start_options(parser)
     add_own_options(parser)
     add_host_options(parser)

@@ -17,6 +17,7 @@ from rankless.cli.program_options import (
     PLAN_HELP,
     add_backend_option,
     add_program_options,
+    add_view_options,
     count_default_workers,
     read_plan_file,
     read_program,
@@ -25,7 +26,8 @@ from rankless.config.environment import default_log_folder
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
 from rankless.config.run_options import NamedWorkers, check_options, describe_processes, read_options
-from rankless.config.validation import check_program, choose_run_mesh
+from rankless.config.script_view import describe_view
+from rankless.config.validation import check_program, choose_run_mesh, choose_view
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
@@ -91,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_own_options(parser)
     add_host_options(parser)
+    add_view_options(parser)
     add_program_options(parser)
 
 
@@ -102,8 +105,11 @@ def run(arguments: argparse.Namespace) -> int:
     seed = secrets.randbelow(2**32) if arguments.seed is None else arguments.seed
     cluster, request = _read_request(arguments, program)
     workers = request.worker_count
+    view = choose_view(program, request, choose_run_mesh(request, cluster), workers=workers)
     others = "".join(f" with {text}" for text in describe_processes(request))
     _tell(f"rankless verify: {_describe_program(program)}, on 1 and on {workers} workers{others}, seed {seed}")
+    if view.reason:
+        _tell(f"  {describe_view(view, workers)}")
     with ExitStack() as stack:
         folder = arguments.keep or stack.enter_context(tempfile.TemporaryDirectory(prefix="rankless-verify-"))
         runs = VerifyRuns(
@@ -122,6 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
             dtype=arguments.dtype,
             steps=arguments.steps,
             against=arguments.against,
+            is_foreign=view.is_logical,
+            is_logical=view.is_logical,
             run_job=make_job_runner(stack.enter_context(ForkServerPoolClient())),
         )
         comparison = ComparisonOptions(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
@@ -173,6 +181,7 @@ def _read_request(arguments: argparse.Namespace, program: Program) -> tuple[Clus
         mesh=arguments.mesh,
         plan=read_plan_file(arguments, program, workers=workers),
         options=options,
+        view=arguments.view,
     )
     check_options(request, cluster)
     choose_run_mesh(request, cluster)

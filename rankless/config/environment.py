@@ -41,7 +41,7 @@ _HOST_SPECIFIC = ("HOME", "USER", "LOGNAME", "SHELL", "PWD", "OLDPWD", "HOSTNAME
 _LOGIN_SPECIFIC = ("SSH_", "XDG_", "DBUS_", "BASH_FUNC_")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CLUSTER_PREFIXES = ("OMPI_COMM_WORLD_", "PMI_", "SLURM_", "JOB_COMPLETION_INDEX")
-_EACH_WORKERS_OWN = (
+_OF_RANKS = (
     "RANK",
     "LOCAL_RANK",
     "WORLD_SIZE",
@@ -52,9 +52,8 @@ _EACH_WORKERS_OWN = (
     "GROUP_WORLD_SIZE",
     "ROLE_RANK",
     "ROLE_WORLD_SIZE",
-    TOKEN_FILE,
-    WORKER_PLAN,
 )
+_OF_TORCHELASTIC = ("ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 # Torch, or a library that it loads, reads these once, during the import. A change has no effect in a worker that is
 # forked after it.
 _READ_AT_IMPORT = (
@@ -140,6 +139,8 @@ def worker_environment(config: WorkerConfig, *, cuda_devices: str | None) -> dic
         # that leads to host 0, because Gloo itself may choose a virtual one.
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", config.interface or loopback_name()),
     }
+    if config.is_logical:  # the script sees one process, which no launcher has started
+        variables |= dict.fromkeys((*_OF_RANKS, *_OF_TORCHELASTIC))
     if config.interface is not None:
         variables["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", f"={config.interface}")
     if cuda_devices is not None:
@@ -475,7 +476,7 @@ def chosen_variables(given: Sequence[str], here: Mapping[str, str]) -> dict[str,
             raise ConfigError(
                 expected="--env NAME or --env NAME=VALUE", found=f"--env {item}", fix="as in: --env WANDB_MODE=offline"
             )
-        if name in _EACH_WORKERS_OWN:
+        if name in (*_OF_RANKS, TOKEN_FILE, WORKER_PLAN):
             raise ConfigError(
                 expected="--env with a variable that may be the same everywhere",
                 found=f"--env {item}, which each worker or host gets for itself",

@@ -1,7 +1,7 @@
 """The configuration of a whole run: the request, what the agent runs, and what host 0 decides."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -39,6 +39,14 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     def text(self) -> str:
         """The program as on the command line, without its arguments: "train.py", "-m package.train" or "-c CODE"."""
         return {"module": "-m ", "code": "-c "}.get(self.kind, "") + self.target
+
+
+class ScriptView(NamedTuple):
+    """How several workers run a program."""
+
+    is_logical: bool = False
+    reason: str = ""
+    """Why, as in "train.py knows no ranks"; "" if the user need not read it."""
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -361,8 +369,8 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The rank that gets the terminal. The watchdog is off then, and collectives wait for days."""
     grace_seconds: float
     """Seconds that workers have to end after a signal to an agent."""
-    is_logical: bool = False
-    """Whether the script runs in the logical view."""
+    view: ScriptView = ScriptView()
+    """How the workers run the script."""
     request: RunRequest
     """The request, which has all that needs no decision. Each host makes its own `RunConfig` from it."""
     roles: tuple[str, ...] = ()

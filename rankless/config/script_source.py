@@ -6,10 +6,26 @@ import importlib.machinery
 import os
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from rankless.config.run_config import Program
 
 MOST_FILES = 100
+
+
+class SourceFile(NamedTuple):
+    """A file of a program, or the code of `-c`."""
+
+    path: str
+    root: str
+    """The folder in which Python looks first for what the program imports."""
+    text: bytes
+    tree: ast.Module | None
+    """None if the text does not parse."""
+
+    def has_beside(self, package: str) -> bool:
+        """Return whether a module or package that the file may import lies beside the program."""
+        return _module_file(package, [self.root]) is not None
 
 
 def program_file(program: Program) -> str | None:
@@ -26,17 +42,14 @@ def names_rankless(program: Program) -> bool:
 
 def names_word(program: Program, word: str) -> bool:
     """Whether the text of the program, or of what it imports from beside it, has this word."""
-    if program.kind == "code":
-        return word in program.target
-    return any(word.encode() in text for text, _ in _own_files(program))
+    return any(word.encode() in file.text for file in own_files(program))
 
 
 def digest_source(program: Program) -> str:
     """Return the SHA-256 of the texts of the program's first file and of the files beside it that it imports."""
     digest = hashlib.sha256()
-    texts = [program.target.encode()] if program.kind == "code" else [text for text, _ in _own_files(program)]
-    for text in texts:
-        digest.update(hashlib.sha256(text).digest())
+    for file in own_files(program):
+        digest.update(hashlib.sha256(file.text).digest())
     return digest.hexdigest()
 
 
@@ -45,26 +58,26 @@ def own_syntax(program: Program) -> Iterator[ast.Module]:
 
     Files that do not parse are skipped. Nothing is imported, because a package's code could do anything.
     """
-    return (tree for _, tree in _own_files(program) if tree is not None)
+    return (file.tree for file in own_files(program) if file.tree is not None)
 
 
-def _own_files(program: Program) -> Iterator[tuple[bytes, ast.Module | None]]:
-    """Yield text and syntax tree (None if it does not parse) of the first file, then of the files it imports."""
-    first = program_file(program)
+def own_files(program: Program) -> Iterator[SourceFile]:
+    """Yield the first file, or the code of `-c`, then the files beside it that it imports."""
+    first = "" if program.kind == "code" else program_file(program)
     if first is None:
         return
-    # Where Python looks first: beside a script, and in the current folder for a module.
-    root = os.getcwd() if program.kind == "module" else os.path.dirname(os.path.realpath(first))
+    # Where Python looks first: beside a script, and in the current folder for a module or code.
+    root = os.path.dirname(os.path.realpath(first)) if program.kind == "script" else os.getcwd()
     waiting, known = [first], {os.path.realpath(first)}
     while waiting:
         path = waiting.pop(0)
-        text = _text(path)
+        text = _text(path) if path else program.target.encode()
         try:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
-            yield text, None
+            yield SourceFile(path, root, text, None)
             continue
-        yield text, tree
+        yield SourceFile(path, root, text, tree)
         for found in _imported(tree, path, root):
             if os.path.realpath(found) not in known and len(known) < MOST_FILES:
                 known.add(os.path.realpath(found))

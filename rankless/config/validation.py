@@ -14,9 +14,10 @@ from rankless.config.environment import snapshot, user_hang_timeout, user_preloa
 from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.resource_limits import core_count
-from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, check_elastic
+from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, ScriptView, check_elastic
 from rankless.config.run_options import check_options, count_processes
 from rankless.config.script_source import names_rankless
+from rankless.config.script_view import decide_view
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis
 
@@ -37,9 +38,9 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     devices = choose_worker_devices(request, count, has_kinds=any(axis.stage_workers for axis in mesh))
     backend = read_requested_backend(request.backend)
     require_usable_backend(backend, devices, host_count=1 if cluster is None else cluster.worker_host_count)
-    is_logical = is_run_logical(program, request, workers=count if cluster is None else cluster.workers)
+    view = choose_view(program, request, mesh, workers=count if cluster is None else cluster.workers)
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
-    expects_one_seed = is_logical or names_rankless(program)
+    expects_one_seed = view.is_logical or names_rankless(program)
     has_separate_seeds = request.recording is None and (request.separate_seeds or not expects_one_seed)
     return RunConfig(
         program=program,
@@ -54,15 +55,37 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         hang_timeout_seconds=hang_timeout(request),
         debug_rank=choose_debug_rank(request, cluster),
         grace_seconds=choose_grace(request.grace_seconds, snapshot()),
-        is_logical=is_logical,
+        view=view,
         request=request,
         roles=list_roles(request),
     )
 
 
-def is_run_logical(program: Program, request: RunRequest, *, workers: int) -> bool:
-    """Return whether the workers run the program in the logical view."""
-    return request.view == "logical" and workers > 1
+def choose_view(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...], *, workers: int) -> ScriptView:
+    """Return how the workers run the program. Raises `ConfigError` if the user asks for a view that it cannot have."""
+    if workers == 1 or request.view == "separate":
+        return ScriptView()
+    conflict = _find_view_conflict(program, request, mesh)
+    if request.view == "auto":
+        return decide_view(program) if conflict is None else ScriptView()
+    if conflict is not None:
+        raise ConfigError(
+            expected="--logical with a Python program, whose workers all divide batches",
+            found=conflict,
+            fix="omit it, or omit --logical",
+        )
+    return ScriptView(is_logical=True)
+
+
+def _find_view_conflict(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...]) -> str | None:
+    """Return what a run has that the logical view does not go with, if it has any."""
+    if program.kind == "command":
+        return f"the command {program.target}"
+    roles = list_roles(request)
+    if roles or request.heterogeneous_workers or request.elastic is not None:
+        return f"options of {roles[0]}" if roles else "workers that join, or of several kinds"
+    others = [axis.name for axis in mesh if axis.role != "data" and axis.size > 1]
+    return f"a mesh with the axis {others[0]}" if others else None
 
 
 def read_cluster(request: RunRequest) -> tuple[RunRequest, Cluster | None]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 
 from rankless.config.run_config import RunConfig
+from rankless.config.script_view import describe_view
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
@@ -75,9 +76,11 @@ class RunReport:
                 f"rankless: host {job.host_index + 1} of {count}, {ranks}{others}, logs in {self._folder}; "
                 f"{job.names[0]} shows the training\n"
             )
+        workers = job.start.world_size
+        view = f"rankless: {describe_view(config.view, workers)}\n" if config.view.reason else ""
         if count == 1:
-            return format_start_line(config, folder=self._folder)
-        return format_hosts_line(config, folder=self._folder, worker_count=job.start.world_size, host_count=count)
+            return format_start_line(config, folder=self._folder) + view
+        return format_hosts_line(config, folder=self._folder, worker_count=workers, host_count=count) + view
 
     def format_processes(
         self, lead: WorkerLaunch | None, process_ids: Mapping[int, int], others: Sequence[ProcessRow] = ()

@@ -77,7 +77,7 @@ def make_worker_configs(
     `content` is what the roles of the run give the workers.
     """
     pages, channels = descriptors.pages, descriptors.channels
-    visible = job.profile.visible_devices(config.devices)
+    visible = show_devices(config, job)
     first = job.start.first_rank(job.host_index)
     return [
         _make_launch(
@@ -88,7 +88,7 @@ def make_worker_configs(
                 rank=first + local_rank,
                 world_size=job.start.world_size,
                 local_rank=local_rank,
-                local_world_size=len(visible.names),
+                local_world_size=len(visible),
                 device=device,
                 host_index=job.host_index,
                 interface=job.interface,
@@ -99,10 +99,19 @@ def make_worker_configs(
                 terminal=descriptors.terminal if first + local_rank == (config.debug_rank or 0) else (),
             ),
             folder=folder,
-            cuda_devices="" if device == "cpu" and visible.cuda_variable else visible.cuda_variable,
+            cuda_devices="" if device == "cpu" and cuda_variable else cuda_variable,
         )
-        for local_rank, device in enumerate(visible.names)
+        for local_rank, (device, cuda_variable) in enumerate(visible)
     ]
+
+
+def show_devices(config: RunConfig, job: ReadyJob) -> list[tuple[str, str | None]]:
+    """Return each worker's device, and its CUDA_VISIBLE_DEVICES; None leaves that unchanged."""
+    if job.start.is_logical:  # the script sees one device
+        alone = [job.profile.visible_devices([device]) for device in config.devices]
+        return [(visible.names[0], visible.cuda_variable) for visible in alone]
+    visible = job.profile.visible_devices(config.devices)
+    return [(name, visible.cuda_variable) for name in visible.names]
 
 
 def make_elastic_worker(

@@ -1,5 +1,5 @@
 """The run of a script that knows no ranks, in the logical view.
 
 Every rank runs the whole script. `view` installs what makes that one training: `loaders` lets a `DataLoader` yield
-logical batches.
+logical batches, and `single_process` hides the other ranks.
 """

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 
 from rankless.errors import JoinError
+from rankless.plain_script.single_process import make_refusal
 from rankless.runtime.process_context import ProcessContext, RecordObserver, join
 from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo, find_rendezvous_info
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
@@ -18,7 +19,14 @@ _rendezvous: RendezvousInfo | None = None
 
 
 def current_rendezvous() -> RendezvousInfo:
-    """Return rank, size and store of this process in its job. All calls return the same store. Raises JoinError."""
+    """Return rank, size and store of this process in its job. All calls return the same store.
+
+    Raises:
+        JoinError: This process finds no other ranks.
+        ConfigError: The script runs in the logical view, in which it is alone.
+    """
+    if _context is not None and _context.logical is not None:
+        raise make_refusal("a call that joins other ranks")
     global _rendezvous  # one of the pieces of state that the design allows a module
     if _rendezvous is None:
         _rendezvous = find_rendezvous_info()

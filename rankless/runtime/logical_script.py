@@ -1,5 +1,7 @@
 """Begins the logical view of a worker's script, once the script imports torch."""
 
+import sys
+
 from rankless.plain_script.view import install
 from rankless.runtime.current_context import current_context
 from rankless.runtime.process_context import RecordObserver
@@ -7,7 +9,10 @@ from rankless.runtime.process_context import RecordObserver
 
 def begin_logical_view() -> None:
     """Join the other ranks, and let the script see one process whose batches are whole."""
-    install(current_context(make_observer=_refuse_observer).world)
+    hook = sys.excepthook
+    context = current_context(make_observer=_refuse_observer)
+    sys.excepthook = hook  # joining has put the rank before each line of a traceback
+    context.logical = install(context.world)
 
 
 def _refuse_observer() -> RecordObserver:

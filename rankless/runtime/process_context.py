@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -48,6 +49,9 @@ from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.jobs_and_models_survey import survey_script
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.value_probes import ValueInspector
+
+if TYPE_CHECKING:
+    from rankless.logical.tensor import LogicalView
 
 _JOINS = itertools.count()
 """Numbers how often this process has joined again. All ranks do so equally often."""
@@ -102,6 +106,8 @@ class ProcessContext:
         if recovery is not None:
             recovery.begin(self.world)
         self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
+        self.logical: LogicalView | None = None
+        """The logical view, if the script runs in it."""
         atexit.register(self.leave)
 
     def _make_settings(self, config: WorkerConfig) -> RunSettings:

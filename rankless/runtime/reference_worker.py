@@ -28,6 +28,7 @@ def record_reference_run(config: WorkerConfig) -> None:
         on_step=lambda: None if steps is None else steps.count_step(),
         dtype=None if config.dtype is None else getattr(torch, config.dtype),
         noise=None if seed is None else torch.Generator().manual_seed(seed),
+        is_logical=config.is_logical,
     )
     reference.start()
     if dist.is_available():

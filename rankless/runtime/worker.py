@@ -180,6 +180,8 @@ class WorkerProcess:
             if exit_code == 0:
                 _finish_context()
         except BaseException as error:
+            if self._config.is_logical:
+                importlib.import_module("rankless.plain_script.single_process").explain(error)
             self._report_error(_remove_own_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1
@@ -229,7 +231,7 @@ class WorkerProcess:
             self._file_writes.patch_torch_save(importlib.import_module("torch.serialization"))
         if self._config.rank == 0:  # all ranks run the same script
             importlib.import_module("rankless.runtime.hooks.script_mistakes").warn_of_mistakes(
-                self._notify, world_size=self._config.world_size
+                self._notify, world_size=1 if self._config.is_logical else self._config.world_size
             )
         if self._config.is_logical:
             importlib.import_module("rankless.runtime.logical_script").begin_logical_view()

@@ -76,6 +76,8 @@ class Decision:
     float64_failure: str | None = None
     is_foreign: bool = False
     """Whether the script calls no job, and was recorded from outside."""
+    is_logical: bool = False
+    """Whether several workers ran the script in the logical view."""
     reference: str | None = None
     """The name of the plain script that the runs were compared with too."""
     first_value: FirstDifferingValue | None = None
@@ -129,7 +131,7 @@ def decide(runs: VerifyRuns, options: ComparisonOptions, tell: Tell) -> Decision
 def _is_certain(own: Compared) -> bool:
     """Whether the ranks of a script that divides its own data read other samples than one worker, or step otherwise."""
     finding = own.comparison.findings[0] if own.comparison.findings else None
-    if not own.runs.is_foreign or finding is None:
+    if not own.runs.is_foreign or own.runs.is_logical or finding is None:
         return False
     cause = find_cause(finding, own.one, own.many)
     return cause is not None and cause.name in CERTAIN
@@ -241,11 +243,13 @@ def _finish(compared: Compared, options: ComparisonOptions, tell: Tell) -> Decis
         comparison=comparison,
         not_covered=compared.list_not_covered(),
         reference=None if compared.reference is None else compared.reference.name,
+        is_logical=compared.runs.is_logical,
     )
     if decision.finding is not None and decision.finding.is_of_reference:
         return _add_cause_of_reference(replace(decision, is_foreign=compared.runs.is_foreign), compared)
     if compared.runs.is_foreign:
-        return _add_cause(replace(decision, is_foreign=True), compared)
+        decision = replace(decision, is_foreign=True)
+        return decision if decision.is_logical else _add_cause(decision, compared)
     if decision.outcome != "different":
         return decision
     return replace(decision, first_value=_find_first_value(compared.runs, options, comparison, tell))

@@ -70,6 +70,8 @@ class VerifyReport(Figures, frozen=True, kw_only=True):
     """The plain reference script that the runs were compared with, too."""
     first_value: FirstDifferingValue | None = None
     """The first value that differs, in the job call where the runs diverge; null if not searched or not found."""
+    logical: bool = False
+    """Whether several workers ran the script in the logical view: it knows no ranks, and its batches were divided."""
     cause: Cause | None = None
     """Why a script that divides its own data, as one of DDP, trains otherwise on several ranks."""
     not_covered: tuple[str, ...] = ()
@@ -94,6 +96,7 @@ def make_report(decision: Decision, *, workers: int) -> VerifyReport:
         float64_failure=decision.float64_failure,
         against=decision.reference,
         first_value=decision.first_value,
+        logical=decision.is_logical,
         cause=decision.cause,
         not_covered=decision.not_covered,
     )
@@ -181,7 +184,10 @@ def _render_same(decision: Decision, workers: int) -> list[str]:
     stop = f", as in {decision.reference}" if decision.reference is not None else ""
     stop += f" (stopped after {_count(comparison.steps, 'step')})" if comparison.stopped else ""
     calls = "" if decision.is_foreign else f" and {_count(comparison.calls, 'job call')}"
-    first = f"same training: {_count(comparison.steps, 'step')}{calls} on 1 and on {_count(workers, 'worker')}{stop}"
+    view = " in the logical view" if decision.is_logical else ""
+    first = (
+        f"same training: {_count(comparison.steps, 'step')}{calls} on 1 and on {_count(workers, 'worker')}{view}{stop}"
+    )
     second = (
         f"losses within {comparison.largest_loss_difference:.2g} (noise {comparison.loss_noise:.2g}), "
         f"final parameters within {comparison.largest_parameter_difference:.2g} "

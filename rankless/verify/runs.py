@@ -76,6 +76,8 @@ class VerifyRuns:
     """A job call of which all runs record every value."""
     is_foreign: bool = False
     """Whether the script calls no job, and is recorded from outside on every rank."""
+    is_logical: bool = False
+    """Whether several workers run the script in the logical view."""
     against: str | None = None
     """A plain reference script that takes the same arguments, or None."""
 
@@ -87,7 +89,8 @@ class VerifyRuns:
     def run_many(self, workers: int) -> list[Recording]:
         """Run on several workers, and return every rank's recording."""
         recordings = self._record("many", workers=workers)
-        return combine_losses(recordings) if self.is_foreign else recordings
+        # In the logical view every rank has the loss of the whole batch.
+        return combine_losses(recordings) if self.is_foreign and not self.is_logical else recordings
 
     def run_perturbed(self, repetitions: int, *, first: int = 0) -> list[Recording]:
         """Repeat the run on one worker with perturbed last bits, each time with another seed, numbered from `first`."""
@@ -168,6 +171,7 @@ class VerifyRuns:
                 plan=None if workers == 1 else self.plan,
                 mesh=() if workers == 1 else self.mesh,
                 observation=observation,
+                view="logical" if self.is_logical and workers > 1 else "separate",
                 cluster=self.cluster if workers > 1 else None,
                 options=self.options if workers > 1 else {},
                 heterogeneous_workers=self.heterogeneous_workers if workers > 1 else 0,
@@ -188,6 +192,7 @@ def _describe_run(config: RunConfig) -> str:
     words += [config.request.dtype] if config.request.dtype is not None else []
     words += [os.path.basename(config.program.target)] if config.request.observation.is_reference else []
     words += ["no job: its steps"] if config.request.observation.is_foreign else []
+    words += ["logical view"] if config.view.is_logical else []
     words += ["every value"] if config.request.observation.inspected is not None else []
     return ", ".join(words)
 

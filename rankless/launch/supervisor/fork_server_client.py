@@ -169,7 +169,7 @@ class ForkServerPoolClient:
         # Modules of the user's choice would stay in the pool: a run that preloads some has a fork server of its own.
         if not config.request.warm or config.preload or not hasattr(os, "pidfd_open"):
             return False
-        environment, with_jobs = parent_environment(config), names_rankless(config.program) or config.is_logical
+        environment, with_jobs = parent_environment(config), names_rankless(config.program) or config.view.is_logical
         if self._environment is None:
             self._environment, self._has_jobs = environment, with_jobs
             self._start(environment, with_jobs=with_jobs)

@@ -80,12 +80,18 @@ class StopTimes(NamedTuple):
 
     grace_seconds: float
     forwarding: SignalForwarding | None
+    alike_seconds: float = 0.0
+    """How long the others have to end by themselves after a rank that has raised or left, because all do alike."""
 
 
 def choose_stop_times(config: RunConfig, profile: LauncherProfile) -> StopTimes:
     """Return the times of a run: those of its launcher, if that has some of its own."""
     own = profile.stop_grace_seconds
-    return StopTimes(config.grace_seconds if own is None else own, profile.signal_forwarding)
+    return StopTimes(
+        config.grace_seconds if own is None else own,
+        profile.signal_forwarding,
+        alike_seconds=config.grace_seconds if config.view.is_logical else 0.0,
+    )
 
 
 class RunObserver(Protocol):
@@ -367,6 +373,9 @@ class Supervisor:
                 # A script that saves after such a signal may leave with a code: first the ranks that have nothing to
                 # save. SIGTERM would end the others within their save.
                 seconds = max(seconds, self._times.grace_seconds)
+            if self._verdict.cause in ("raised", "left", "exit") and self._verdict.root_cause_rank > 0:
+                # Rank 0 writes for all in the logical view, and may still be saving in a `finally`.
+                seconds = max(seconds, self._times.alike_seconds)
             self._deadline = min(self._deadline, time.monotonic() + seconds)
 
     def _advance_phase(self, number: int | None, now: float) -> bool:

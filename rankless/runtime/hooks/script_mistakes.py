@@ -128,7 +128,7 @@ def warn_on_separate_training(notify: Callable[[str], None], *, world_size: int)
             return
         notify(
             f"{script_line(frame)}: each of the {world_size} workers trains a model of its own: {reason}. For one "
-            "training start it with -n 1"
+            "training use `rankless run --logical`, which divides its batches, or start it with -n 1"
         )
 
     register_optimizer_step_post_hook(on_step)

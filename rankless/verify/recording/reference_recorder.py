@@ -43,7 +43,9 @@ class ReferenceRecorder:
         on_step: Callable[[], None],
         dtype: torch.dtype | None,
         noise: torch.Generator | None = None,
+        is_logical: bool = False,
     ) -> None:
+        self._is_logical = is_logical  # then every rank has every row
         self._recorder = recorder
         self._on_step = on_step
         self._dtype = dtype
@@ -83,7 +85,8 @@ class ReferenceRecorder:
         outermost = not self._module_stack
         self._module_stack.append(module)
         if outermost:
-            self._inputs.begin_call(is_training=torch.is_grad_enabled() and module.training)
+            is_training = torch.is_grad_enabled() and module.training
+            self._inputs.begin_call(is_training=is_training and not self._is_logical)
         self._inputs.offer(args)
         if not outermost:
             return None
