@@ -64,7 +64,7 @@ def sets_data_of_a_result(model):
 )
 def test_a_change_that_several_workers_refuse_is_warned_of_once_with_its_line(act, found):
     (notice,) = notices_of(act)
-    assert notice.startswith(f"{line_of(act)}: job 'train': {found}; this works with one worker only")
+    assert notice.startswith(f"{line_of(act)}: job 'train': {found}; several workers cannot run this as one program")
 
 
 def test_changes_that_several_workers_make_too_are_not_warned_of():
@@ -105,7 +105,10 @@ def test_a_matrix_in_a_compressed_layout_is_warned_of_once(where: str, name: str
     for _ in range(2):
         job(torch.ones(5, 6))
     (notice,) = notices
-    assert f"job 'from_{where}': {name} has the layout torch.sparse_csr; this works with one worker only" in notice
+    assert (
+        f"job 'from_{where}': {name} has the layout torch.sparse_csr; several workers cannot run this as one program"
+        in notice
+    )
 
 
 def test_a_compiled_model_in_a_job_works_on_one_device():

@@ -395,7 +395,7 @@ def test_options_that_need_a_program_are_refused(options, found):
 
 
 def refused(mesh):
-    _, job, _ = make_training(mesh, boolean_mask, captured=True)
+    _, job, _ = make_training(mesh, boolean_mask, captured=True, accumulate=2)
     job(make_batches()[0])
 
 

@@ -112,6 +112,7 @@ class PlainView:
     def _warn(self, refusal: CaptureError, line: str) -> None:
         """Warn of what a capture refuses."""
         self._world.notify(
-            f"{line or self._job.line}: job {self._job.name!r}: {refusal.found}; this works with one worker only. "
-            f"With several, {refusal.fix}"
+            f"{line or self._job.line}: job {self._job.name!r}: {refusal.found}; several workers cannot run this as "
+            "one program: along the axis data its functions run one by one, which is slower, and other axes refuse it. "
+            f"To keep it one program, {refusal.fix}"
         )
