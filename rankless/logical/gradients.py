@@ -6,12 +6,14 @@ adds that to the earlier gradient in place, as autograd accumulates.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._functorch import apis
+from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
@@ -55,6 +57,8 @@ class GradientPass:
                 leaf.grad = new if before is None else before
             elif create_graph:
                 leaf.grad = before + new
+            elif before.is_sparse and not new.is_sparse:
+                leaf.grad = new + before
             else:
                 before.add_(new)
                 leaf.grad = before
@@ -77,8 +81,8 @@ class LogicalBackward:
         """Within the context, PyTorch's functions of gradients know of the ranks."""
         changed: list[tuple[Any, str, Any]] = [
             (torch.autograd, "backward", self.backward),
-            (torch.autograd, "grad", self.grad),
-            (Tensor, "register_hook", self._register_hook()),
+            (torch.autograd, "grad", offer_to_modes(self.grad)),
+            (Tensor, "register_hook", offer_to_modes(self._register_hook())),
             (torch.autograd.Function, "apply", classmethod(apply_to_whole)),
             (apis, "vmap_impl", map_whole),
             (BackwardHook, "__init__", self._make_module_hooks()),
@@ -120,7 +124,7 @@ class LogicalBackward:
             self._pass = GradientPass()
             try:
                 self._run(self._pass, roots, gradients, asked, options)
-                self._sum([leaf.grad for leaf in self._pass.leaves if leaf.grad is not None])
+                self._sum(self._pass.leaves)
             finally:
                 self._pass.accumulate(create_graph)
                 self._pass = None
@@ -154,9 +158,13 @@ class LogicalBackward:
         whole = gradient.whole() if isinstance(gradient, DividedTensor) else gradient
         return move(whole, self._view.axis, tuple(root.shape), Replicate(), Partial())
 
-    def _sum(self, gradients: Sequence[Tensor]) -> None:
-        """Sum gradients over the ranks, in place."""
-        for flat, copy_back in flatten_by_kind([gradient.detach() for gradient in gradients]):
+    def _sum(self, leaves: Sequence[Tensor]) -> None:
+        """Sum the gradients of leaves over the ranks: in place, unless they are sparse."""
+        for leaf in leaves:
+            if leaf.grad is not None and leaf.grad.is_sparse:
+                leaf.grad = move(leaf.grad, self._view.axis, tuple(leaf.shape), Partial(), Replicate())
+        dense = [leaf.grad for leaf in leaves if leaf.grad is not None and not leaf.grad.is_sparse]
+        for flat, copy_back in flatten_by_kind(dense):
             flat.copy_(all_reduce(flat, among=self._view.axis))
             copy_back()
 
@@ -220,6 +228,21 @@ class LogicalBackward:
             return REGISTER_HOOK(tensor, run)  # type: ignore[no-untyped-call]
 
         return register_hook
+
+
+def offer_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that stands for one of PyTorch's: modes of functions, as `torch.set_default_device`, see it.
+
+    PyTorch's own function offers itself to them too, under its public name, and would so call what stands for it again.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(run, (), *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return run
 
 
 def apply_to_whole(function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.lowering.lower import move_locally
 from rankless.compiler.sharding.redistribute import Redistribution, needs_whole
 from rankless.parallel.mesh import MeshAxis
@@ -39,6 +40,8 @@ def move(value: Tensor, axis: MeshAxis, shape: tuple[int, ...], before: Placemen
     """
     if before == after:
         return value
+    if value.is_sparse:
+        return move_sparse(value, axis, after)
     if isinstance(before, Replicate) and isinstance(after, Shard):
         return value.narrow(after.dim, after.start(axis.rank), after.lengths[axis.rank])
     if isinstance(before, Shard) and isinstance(after, Partial):
@@ -52,6 +55,21 @@ def move(value: Tensor, axis: MeshAxis, shape: tuple[int, ...], before: Placemen
         moved = target(value, *target.list_lengths(shape))
     found: Tensor = moved
     return found
+
+
+def move_sparse(value: Tensor, axis: MeshAxis, after: Placement) -> Tensor:
+    """Return a sparse sum over the ranks whole, or a whole sparse value as a term of a sum.
+
+    A sum has the entries of all terms, those of one rank after those of the rank before, as rows lie.
+    """
+    if isinstance(after, Partial):
+        return value if axis.rank == 0 else torch.zeros_like(value)
+    assert isinstance(after, Replicate), after  # gradients of parameters alone are sparse
+    count = torch.tensor([value._nnz()], device=value.device)
+    counts = all_gather(count, among=axis, dim=0, lengths=[1] * axis.size).tolist()
+    places = all_gather(value._indices(), among=axis, dim=1, lengths=counts)
+    entries = all_gather(value._values(), among=axis, dim=0, lengths=counts)
+    return torch.sparse_coo_tensor(places, entries, value.shape, check_invariants=False)
 
 
 def put_among_zeros(rows: Tensor, shape: Sequence[int], placement: Shard, rank: int) -> Tensor:

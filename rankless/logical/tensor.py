@@ -93,11 +93,16 @@ class DividedTensor(Tensor):
         self.refresh()
         needs_gradient = self.local.requires_grad and torch.is_grad_enabled()
         if self._whole is None or (needs_gradient and not self._whole[0].requires_grad):
-            axis, shape = self.ranks.axis, self.logical_shape
-            self.ranks.agreement.check(f"the whole value of a tensor {list(shape)} of {self.dtype}")
-            found = move_with_gradient(self.local, axis, shape, self.placement, Replicate())
-            self._whole = found, found._version, self.local._version
+            self.ranks.agreement.check(f"the whole value of a tensor {list(self.logical_shape)} of {self.dtype}")
+            found = self._gather()
+            self._whole = found, found._version, get_version(self.local)
         return self._whole[0]
+
+    def _gather(self) -> Tensor:
+        if torch.is_inference_mode_enabled():  # the whole needs a version
+            with torch.inference_mode(mode=False), torch.no_grad():
+                return self._gather()
+        return move_with_gradient(self.local, self.ranks.axis, self.logical_shape, self.placement, Replicate())
 
     def refresh(self) -> None:
         """Give the part the values of the whole, if the script has changed this in place; see Note [whole values]."""
@@ -108,8 +113,8 @@ class DividedTensor(Tensor):
             axis, shape = self.ranks.axis, self.logical_shape
             moved = move_with_gradient(whole, axis, shape, Replicate(), self.placement)
             self.change(moved)
-            self._whole = whole, whole._version, self.local._version
-        elif self.local._version != version_of_part:
+            self._whole = whole, whole._version, get_version(self.local)
+        elif get_version(self.local) != version_of_part:
             self._whole = None
 
     def change(self, value: Tensor) -> None:
@@ -324,7 +329,10 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
     for leaf in traced.result_leaves:
         if isinstance(leaf, ChangedArgument):
             next(remaining)
-            leaves.append(tensors[leaf.number])
+            tensor = tensors[leaf.number]
+            if isinstance(tensor, DividedTensor):
+                tensor._whole = None  # in inference mode no version shows the change
+            leaves.append(tensor)
         elif leaf is None:
             result, number = next(remaining), next(numbers)
             leaves.append(wrap(result, plan.placements[number], plan.shapes[number], tensors, view))
@@ -345,6 +353,11 @@ def wrap(
         if isinstance(tensor, DividedTensor) and tensor.local is result:
             return tensor
     return DividedTensor(result, placement, shape, view)
+
+
+def get_version(part: Tensor) -> int:
+    """Return how often a part was changed in place; always -1 for a tensor of inference mode, which does not count."""
+    return -1 if part.is_inference() else part._version
 
 
 def shard_rows(rows: Tensor, lengths: tuple[int, ...], view: LogicalView) -> DividedTensor:

@@ -17,7 +17,8 @@ def python_files(*folders: str) -> list[Path]:
 
 def is_a_users(file: Path) -> bool:
     """Whether a file is written as a user would, whose style is not ours to rule."""
-    return file.parent == ROOT / "tests" / "scripts" and not file.name.startswith("test_")
+    folders = (ROOT / "tests" / "scripts", ROOT / "tests" / "logical" / "scripts")
+    return file.parent in folders and not file.name.startswith("test_")
 
 
 @functools.cache

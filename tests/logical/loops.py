@@ -273,6 +273,40 @@ def evaluate_after_training(batch: Tensor) -> Any:
     return model(batch), list_values(model)
 
 
+def train_sparsely(batch: Tensor) -> Any:
+    torch.manual_seed(2)
+    table = nn.Embedding(10, 3, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = table(batch.detach().long().clamp(0, 9)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+    found = table.weight.grad
+    (again,) = torch.autograd.grad(table(batch.detach().long().clamp(0, 9)).sum(), table.weight)
+    table.weight.pow(2).sum().backward()
+    return loss, found.coalesce().to_dense(), again.to_dense(), *list_gradients(table), list_values(table)
+
+
+def read_in_inference_mode(batch: Tensor) -> Any:
+    with torch.inference_mode():
+        found = batch * 2
+        seen = [found.mean().item(), found[0].tolist()]
+        found[1] = 5
+        seen.append(found.sum().item())
+        found.add_(1)
+        return seen, found[1].tolist(), found.max().item(), found.is_inference()
+
+
+def train_under_a_mode(batch: Tensor) -> Any:
+    with torch.device("cpu"):  # a mode that sees every function
+        found = hook_parameters(batch), penalize_gradients(batch)
+        copy, seen = batch * torch.ones(5, requires_grad=True), []
+        copy.register_hook(lambda gradient: seen.append(gradient.sum().item()))
+        copy.pow(2).sum().backward(retain_graph=True)
+        return found, seen
+
+
 LOOPS: dict[str, Loop] = {
     "sgd": train(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     "adam": train(lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
@@ -301,5 +335,8 @@ LOOPS: dict[str, Loop] = {
     "views": change_through_views,
     "retained gradient": retain_gradient,
     "evaluation": evaluate_after_training,
+    "sparse gradients": train_sparsely,
+    "inference mode": read_in_inference_mode,
+    "a mode of functions": train_under_a_mode,
     "custom function": lambda batch: Square.apply(batch),  # the view replaces `apply` before a script runs
 }

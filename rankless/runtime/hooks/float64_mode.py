@@ -97,7 +97,7 @@ def widen(item: Any) -> Any:
 
 def widen_mixed(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Widen the low tensors among the arguments if others are in float64; a tensor may come from a file."""
-    dtypes = {item.dtype for item in args if type(item) in (Tensor, torch.nn.Parameter)}
+    dtypes = {item.dtype for item in args if isinstance(item, Tensor)}
     if torch.float64 not in dtypes or not dtypes & LOW_PRECISION:
         return args
     return tuple(
