@@ -32,10 +32,9 @@ from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.parallel.plan import Plan, PlanSource, place
-from rankless.plain_script.single_process import make_refusal
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
-from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave
+from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave, require_ranks
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
 from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
@@ -67,6 +66,8 @@ __all__ = [
     "spawn",
     "world_size",
 ]
+
+OF_RANKS = "a function of Rankless for scripts that know ranks"
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -279,6 +280,7 @@ def spawn(
         [10, 11]
     """
     __tracebackhide__ = True  # notebooks show the user's frames only
+    require_ranks(OF_RANKS)
     return spawn_workers(function, args, nprocs, join, show=show, take_states=take_process_states)
 
 
@@ -736,10 +738,8 @@ def _world() -> World:
 
 def _current() -> ProcessContext:
     """Return the context of this process. Raises `ConfigError` in the logical view, in which there are no ranks."""
-    context = _current_in_any_view()
-    if context.logical is not None:
-        raise make_refusal("a function of Rankless for scripts that know ranks")
-    return context
+    require_ranks(OF_RANKS)
+    return _current_in_any_view()
 
 
 def _current_in_any_view() -> ProcessContext:

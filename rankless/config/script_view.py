@@ -41,6 +41,8 @@ RANK_NAMES = frozenset(
     }
 )
 """Modules and names, also with what lies below them, of programs that know ranks or whose library does."""
+JOINS = ("torch.distributed.init_process_group", "torch.distributed.init_device_mesh", "torch.distributed.device_mesh")
+"""Names of programs that join ranks beyond doubt: their users need not read it."""
 LAUNCHER_VARIABLES = re.compile(
     r"(LOCAL_|GROUP_|NODE_|ROLE_)?RANK|(LOCAL_|GROUP_|ROLE_)?WORLD_SIZE|MASTER_(ADDR|PORT)|SLURM_(PROCID|LOCALID|NTASKS)"
     r"|PMIX?_(RANK|SIZE)|MV2_COMM_WORLD_\w+|OMPI_COMM_WORLD_\w+|TORCHELASTIC_\w+|JOB_COMPLETION_INDEX"
@@ -99,7 +101,7 @@ def decide_view(program: Program) -> ScriptView:
     uses = [use for file in own_files(program) for use in list_uses(file)]
     if any(use.name == ASKS for use in uses):
         return ScriptView(True, f"{name} asks for the logical view")
-    if any(use.needs_ranks for use in uses):
+    if any(use.needs_ranks or use.is_below(JOINS) for use in uses):
         return ScriptView(False, "")
     evidence = next((use for use in uses if use.kind == "variable" or use.is_below(RANK_NAMES)), None)
     packages = {use.package for use in uses} - {""}

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 
 
@@ -34,6 +35,8 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
 
     Gradients computed inside remain, and so does everything that the script writes into a parameter inside, as in
     `p.data = p.data.clamp(-1, 1)`: only elements that still have their perturbed value get the original one back.
+
+    Autograd does not learn of these changes: a script with two optimizers uses a graph after a step of the other one.
     """
     saved: list[tuple[Tensor, Tensor, Tensor]] = []
     with torch.no_grad():
@@ -41,7 +44,8 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
             if parameter.is_floating_point():
                 original = parameter.clone()
                 eps = torch.finfo(parameter.dtype).eps
-                parameter.mul_(1 + _draw_uniform(parameter, generator) * eps)
+                with _unsafe_preserve_version_counter(parameter):
+                    parameter.mul_(1 + _draw_uniform(parameter, generator) * eps)
                 saved.append((parameter, original, parameter.clone()))
     try:
         yield
@@ -49,7 +53,8 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
         with torch.no_grad():
             for parameter, original, perturbed in saved:
                 if parameter.shape == perturbed.shape:
-                    parameter.copy_(torch.where(parameter == perturbed, original, parameter))
+                    with _unsafe_preserve_version_counter(parameter):
+                        parameter.copy_(torch.where(parameter == perturbed, original, parameter))
 
 
 def get_local(tensor: Tensor) -> Tensor:

@@ -94,9 +94,17 @@ class LogicalBackward:
         finally:
             del HANDLERS[Tensor.backward]
 
-    def _backward_of(self, tensor: Tensor, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-        """Run `Tensor.backward`."""
-        self.backward(tensor, gradient, *args, **kwargs)
+    def _backward_of(
+        self,
+        tensor: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Run `Tensor.backward`, which calls what the script finds as `torch.autograd.backward`."""
+        with torch._C._EnableTorchFunction():
+            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def backward(
         self,

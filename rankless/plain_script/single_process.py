@@ -21,16 +21,12 @@ from rankless.config.script_view import LAUNCHER_VARIABLES
 from rankless.errors import ConfigError
 from rankless.user_code import caller_line
 
-REFUSED = (
-    ("torch.distributed", "init_process_group"),
-    ("torch.distributed.distributed_c10d", "init_process_group"),
-    ("torch.distributed.device_mesh", "init_process_group"),
-    ("torch.multiprocessing", "spawn"),
-    ("torch.multiprocessing", "start_processes"),
-    ("torch.multiprocessing.spawn", "spawn"),
-    ("torch.multiprocessing.spawn", "start_processes"),
-)
-"""Functions that join ranks or start processes, by the modules that have them."""
+REFUSED = {
+    "torch.distributed.init_process_group": ("torch.distributed.distributed_c10d", "torch.distributed.device_mesh"),
+    "torch.multiprocessing.spawn": ("torch.multiprocessing.spawn",),
+    "torch.multiprocessing.start_processes": ("torch.multiprocessing.spawn",),
+}
+"""Functions that join ranks or start processes, and the modules that have them too."""
 WAY_OUT = "start it with `rankless run --separate`, which runs a copy of the script on each worker"
 
 
@@ -56,11 +52,11 @@ def explain(error: BaseException) -> None:
 def hide_ranks() -> Iterator[None]:
     """Within the context, this process looks like one that no launcher has started."""
     group = dist.group.WORLD
-    modules = [(sys.modules.get(module), module, name) for module, name in REFUSED]
     refused = [
-        (module, name, refuse(f"{path.removesuffix('.distributed_c10d')}.{name}"))
-        for module, path, name in modules
-        if module is not None and hasattr(module, name)
+        (sys.modules[module], name, refuse(f"{package}.{name}"))
+        for package, _, name in (path.rpartition(".") for path in REFUSED)
+        for module in (package, *REFUSED[f"{package}.{name}"])
+        if hasattr(sys.modules.get(module), name)
     ]
     data_parallel = torch.nn.parallel.DataParallel
     ddp = torch.nn.parallel.DistributedDataParallel

@@ -25,8 +25,7 @@ def current_rendezvous() -> RendezvousInfo:
         JoinError: This process finds no other ranks.
         ConfigError: The script runs in the logical view, in which it is alone.
     """
-    if _context is not None and _context.logical is not None:
-        raise make_refusal("a call that joins other ranks")
+    require_ranks("a call that joins other ranks")
     global _rendezvous  # one of the pieces of state that the design allows a module
     if _rendezvous is None:
         _rendezvous = find_rendezvous_info()
@@ -54,6 +53,12 @@ def join_rendezvous(parameters: RendezvousParameters, *, make_observer: Callable
             fix="call it first in the script; to join another job, call rankless.shutdown() before it",
         )
     _context = join(make_observer=make_observer, find_info=current_rendezvous, parameters=parameters, again=_has_left)
+
+
+def require_ranks(name: str) -> None:
+    """Raise `ConfigError` for a use of something that needs ranks if the script runs in the logical view."""
+    if _context is not None and _context.process_id == os.getpid() and _context.logical is not None:
+        raise make_refusal(name)
 
 
 def join_line() -> str | None:

@@ -211,8 +211,6 @@ class WorkerProcess:
             before_teardown=self._report_teardown,
             on_step=self._count_step,
         )
-        if self._config.observation.is_reference or self._config.observation.is_foreign:
-            importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
         if self._may_share_memory():
             importlib.import_module("rankless.runtime.hooks.init_process_group").use_fastest_group(
                 self._config.rank,
@@ -235,6 +233,8 @@ class WorkerProcess:
             )
         if self._config.is_logical:
             importlib.import_module("rankless.runtime.logical_script").begin_logical_view()
+        if self._config.observation.is_reference or self._config.observation.is_foreign:
+            importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
         names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(

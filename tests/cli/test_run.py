@@ -161,7 +161,7 @@ def test_all_ranks_share_a_seed_and_runs_have_different_seeds(warm: bool, tmp_pa
 @pytest.mark.exhaustive
 def test_ranks_of_a_plain_script_draw_different_random_numbers(tmp_path: Path) -> None:
     script = "import random, numpy, torch\nprint(random.random(), numpy.random.rand(), torch.rand(1).item())"
-    drawn = run_script_here(script, "-n", "2", "--show", "all", folder=tmp_path).stdout.split()
+    drawn = run_script_here(script, "-n", "2", "--separate", "--show", "all", folder=tmp_path).stdout.split()
     assert len(set(drawn)) == 2 * (1 + 3)
     (tmp_path / "beside.py").write_text("import rankless\n")
     first, second = run_script_here(

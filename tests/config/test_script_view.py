@@ -94,6 +94,8 @@ UNTOLD = {
     "the rank": "import torch\nfrom rankless import rank, loader",
     "a star": "import torch\nfrom rankless import *",
     "collectives": "import torch\nimport rankless.collectives",
+    "a process group": "import torch.distributed as dist\ndist.init_process_group('gloo')",
+    "a mesh": "from torch.distributed.device_mesh import init_device_mesh\nimport os\nos.environ['RANK']",
     "text that does not parse": "import torch\nfor",
 }
 

@@ -38,7 +38,9 @@ def run_two(folder: Path, *options: str, heavy: str = HEAVY, **environment: str)
     """Run the script on two workers; return the reports of both ranks, and the terminal's text."""
     (folder / "script.py").write_text(SCRIPT)
     (folder / "heavy.py").write_text(heavy + ("" if "process = os" in heavy else "\nimport os\nprocess = os.getpid()"))
-    done = rankless("run", "-n", "2", "--show", "all", *options, "script.py", folder=folder, **environment)
+    done = rankless(
+        "run", "-n", "2", "--separate", "--show", "all", *options, "script.py", folder=folder, **environment
+    )
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("["))
     return [json.loads(line.partition(" ")[2]) for line in lines], done.stderr
@@ -104,5 +106,5 @@ def test_what_the_fork_server_cannot_import_is_refused_before_the_start(
 def test_what_optimizers_import_is_imported_once_for_programs_that_name_them(imports: str, tmp_path: Path):
     line = "print('torch._dynamo' in sys.modules, 'torch' in before)"
     (tmp_path / "script.py").write_text(f"import sys\nbefore = set(sys.modules)\n{imports}\n{line}\n")
-    done = rankless("run", "-n", "2", "script.py", folder=tmp_path)
+    done = rankless("run", "-n", "2", "--separate", "script.py", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{'optim' in imports} False\n"), done.stderr

@@ -100,10 +100,11 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 def test_a_plain_script_under_two_workers_is_warned_once_with_its_line(tmp_path: Path):
-    job = run_script(PLAIN, "-n", "2", "--devices", "cpu", folder=tmp_path)
+    job = run_script(PLAIN, "-n", "2", "--devices", "cpu", "--separate", folder=tmp_path)
     assert job.returncode == 0, job.stderr
     assert job.stderr.count(WARNING) == 1
     assert f"script.py:8: {WARNING}" in job.stderr
+    assert "For one training use `rankless run --logical`" in job.stderr
 
 
 @pytest.mark.slow
