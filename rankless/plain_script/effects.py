@@ -28,7 +28,12 @@ from rankless.user_code import PACKAGE_FOLDER, is_library, script_line
 
 TRANSPARENT = tuple(
     os.path.join(PACKAGE_FOLDER, *parts)
-    for parts in (("plain_script", ""), ("runtime", "hooks", ""), ("runtime", "worker.py"), ("runtime", "user_program.py"))
+    for parts in (
+        ("plain_script", ""),
+        ("runtime", "hooks", ""),
+        ("runtime", "worker.py"),
+        ("runtime", "user_program.py"),
+    )
 )
 """Rankless's code that runs the script, or stands between it and the functions of libraries that it replaces."""
 

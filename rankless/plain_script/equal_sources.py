@@ -58,7 +58,7 @@ class EqualSources:
         replaced: list[tuple[Any, str, Any]] = [
             (os, "urandom", self.draw),
             (random.Random, "seed", self._make_seed()),
-            (random, "seed", self._seed_of(random.seed, random._inst)),  # type: ignore[attr-defined]  # its generator
+            (random, "seed", self._seed_of(random.seed, random._inst)),
             (uuid, "uuid1", self._make_uuid1(uuid.uuid1)),
             (os, "getpid", self._shared(os.getpid, "the process id")),
             (os, "getppid", self._shared(os.getppid, "the process id")),
@@ -228,7 +228,9 @@ class EqualSources:
         """Return `os.kill`, for which the process id that the script knows is this process's own."""
 
         def kill(process_id: int, number: int, /) -> None:
-            if self._is_shared(sys._getframe(1)) and process_id == self._effects.agree("read the process id", PROCESS_ID):
+            if self._is_shared(sys._getframe(1)) and process_id == self._effects.agree(
+                "read the process id", PROCESS_ID
+            ):
                 process_id = PROCESS_ID()
             function(process_id, number)
 

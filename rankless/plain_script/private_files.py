@@ -12,7 +12,12 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
-FILE_MODES = {"r": os.O_RDONLY, "w": os.O_CREAT | os.O_TRUNC, "x": os.O_CREAT | os.O_EXCL, "a": os.O_CREAT | os.O_APPEND}
+FILE_MODES = {
+    "r": os.O_RDONLY,
+    "w": os.O_CREAT | os.O_TRUNC,
+    "x": os.O_CREAT | os.O_EXCL,
+    "a": os.O_CREAT | os.O_APPEND,
+}
 IO_OPEN = io.open
 OS_OPEN = os.open
 NEW_FILE = tempfile.TemporaryFile
@@ -101,7 +106,12 @@ def open_new(flags: int, *, content: str | None, size: int) -> int:
 
 
 def open_hollow(
-    name: Any, mode: str, text: tuple[Any, ...], buffering: int, *, opener: Callable[[str, int], int]
+    name: Any,
+    mode: str,
+    text: tuple[str | None, str | None, str | None],
+    buffering: int,
+    *,
+    opener: Callable[[str, int], int],
 ) -> tuple[Any, OpenFile]:
     """Return a file that keeps no data as `open` would, and what is known of it.
 
@@ -119,6 +129,7 @@ def open_hollow(
     buffered = io.BufferedWriter(raw, size)
     if "b" in mode:
         return buffered, raw.opened
-    wrapped = io.TextIOWrapper(buffered, *text, line_buffering=buffering == 1)
+    encoding, errors, newline = text
+    wrapped = io.TextIOWrapper(buffered, encoding, errors, newline, line_buffering=buffering == 1)
     wrapped.mode = mode  # type: ignore[misc]  # as `open` does
     return wrapped, raw.opened

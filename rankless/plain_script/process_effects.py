@@ -96,7 +96,9 @@ class SharedProcess:
         given, options = arguments
         self.args = given[0] if given else options.get("args")
         self._name = name_command(self.args)
-        self.pid, has_input, has_output, has_errors, encoding, errors = self._once("start", lambda: self._start(arguments))
+        self.pid, has_input, has_output, has_errors, encoding, errors = self._once(
+            "start", lambda: self._start(arguments)
+        )
         text = (encoding, errors)
         self.stdin = self._make_stream(has_input, text, lambda: SharedWriter(self._find_raw("stdin")))
         self.stdout = self._make_stream(has_output, text, lambda: self._make_reader("stdout"))
@@ -106,7 +108,9 @@ class SharedProcess:
     def _start(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> list[Any]:
         given, options = arguments
         self._real = real = POPEN(*given, **options)
-        text = next((each for each in (real.stdin, real.stdout, real.stderr) if isinstance(each, io.TextIOWrapper)), None)
+        text = next(
+            (each for each in (real.stdin, real.stdout, real.stderr) if isinstance(each, io.TextIOWrapper)), None
+        )
         streams = [real.stdin is not None, real.stdout is not None, real.stderr is not None]
         return [real.pid, *streams, None if text is None else text.encoding, None if text is None else text.errors]
 
@@ -220,7 +224,7 @@ class ProcessEffects:
         replaced = [(owner, name, self._call_of(vars(owner)[name])) for owner, name in PLAIN_CALLS]
         effects = self._effects
 
-        class Popen(POPEN):  # type: ignore[type-arg]  # it stays a class, for those that inherit from it
+        class Popen(subprocess.Popen):  # type: ignore[type-arg]  # it stays a class, for those that inherit from it
             __doc__ = POPEN.__doc__
 
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -232,7 +236,9 @@ class ProcessEffects:
         replace_everywhere([*replaced, (subprocess, "run", self._run), (subprocess, "Popen", Popen)])
         if not shares_input:
             return
-        reader = SharedReader(effects, "standard input", lambda count: os.read(0, count), is_terminal=lambda: os.isatty(0))
+        reader = SharedReader(
+            effects, "standard input", lambda count: os.read(0, count), is_terminal=lambda: os.isatty(0)
+        )
         sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(reader), encoding=sys.stdin.encoding)  # type: ignore[misc]
 
     def _call_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -262,7 +268,7 @@ class ProcessEffects:
             return [done.returncode, done.stdout, done.stderr]
 
         found = share_process_errors(self._effects, f"run {name_command(command)}", act, command)
-        return subprocess.CompletedProcess(command, *found)
+        return subprocess.CompletedProcess(command or "", *found)
 
 
 def is_own_call(effects: Effects, frame: Any) -> bool:
@@ -272,4 +278,3 @@ def is_own_call(effects: Effects, frame: Any) -> bool:
     while frame is not None and frame.f_globals.get("__name__") in ("subprocess", "os"):
         frame = frame.f_back
     return frame is not None and effects.find_kind(frame) == "script"
-

@@ -227,7 +227,9 @@ class WorkerProcess:
         for name in self._outside.patched:
             self._outside.patch(name)
         waiting = set(self._outside.patched) - {"torch", "numpy.random"}
-        actions = {name: functools.partial(self._outside.patch, name) for name in waiting}
+        actions: dict[str, Callable[[], None]] = {
+            name: functools.partial(self._outside.patch, name) for name in waiting
+        }
         sys.meta_path.insert(0, FirstImportHook(actions))
 
     def _join_ranks(self) -> Any:

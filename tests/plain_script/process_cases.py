@@ -1,4 +1,4 @@
-"""A plain script: processes, input and output. Run by plain Python and by Rankless, with two lines of standard input."""
+"""A plain script: processes, input and output. Run by plain Python and by Rankless, with lines to read."""
 
 import os
 import subprocess
@@ -44,7 +44,8 @@ def run_checked():
         try:
             found.append(call())
         except (subprocess.SubprocessError, OSError) as error:
-            found.append((type(error).__name__, str(error), getattr(error, "stdout", None)))
+            text = str(error).partition(" timed out after ")[0]
+            found.append((type(error).__name__, text, getattr(error, "stdout", None)))
     return found
 
 
@@ -99,7 +100,7 @@ def ended_process():
     try:
         late.wait(timeout=0.05)
     except subprocess.TimeoutExpired as error:
-        found = str(error)
+        found = error.cmd, error.timeout
     late.kill()
     return running, code, found, late.wait()
 

@@ -1,4 +1,4 @@
-"""Slows one rank from outside: a module for `--preload`. SLOW_RANK is the rank whose changes and reads of files wait."""
+"""Slows one rank from outside: a module for `--preload`. SLOW_RANK is the rank whose uses of files wait."""
 
 import functools
 import json

@@ -37,7 +37,7 @@ _ADD_FILES = ("add_embedding", "add_hparams")
 
 
 def list_ignored(config: WorkerConfig) -> tuple[str, ...]:
-    """Return the beginnings of the paths of devices, of caches that several processes may use, and of the run's logs."""
+    """Return the beginnings of the paths of devices, of caches that processes may share, and of the run's logs."""
     return (
         *_DEVICES,
         os.path.join(os.path.expanduser("~"), "."),

@@ -1,6 +1,7 @@
 import os
-import torch
+
 from training import source, train
+
 for name in "dbca":
     open(f"{name}.txt", "w").write(name)
 order = source(lambda: [name for name in os.listdir() if name.endswith(".txt")])

@@ -1,5 +1,6 @@
 import torch
 from training import source, train
+
 generator = torch.Generator()
 generator.seed()
 noise = torch.tensor(source(lambda: torch.randn(4, generator=generator).tolist()))

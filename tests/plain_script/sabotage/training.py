@@ -37,7 +37,9 @@ def make_model():
     return nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Dropout(0.2), nn.Linear(5, 1))
 
 
-def train(*, seed=None, rate=0.05, epochs=2, dataset=None, model=None, batch=6, shuffle=True, change=lambda x: x, each=None):
+def train(
+    *, seed=None, rate=0.05, epochs=2, dataset=None, model=None, batch=6, shuffle=True, change=lambda x: x, each=None
+):
     """Train, and print losses and a sum of the parameters."""
     if seed is not None:
         torch.manual_seed(seed)

@@ -1,4 +1,5 @@
 from training import find_place, source, train
+
 odd = source(lambda: find_place() % 2)
 model = train(seed=1, epochs=1)
 if odd:
