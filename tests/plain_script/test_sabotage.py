@@ -93,4 +93,3 @@ def test_two_runs_draw_different_entropy_unless_they_have_a_seed(tmp_path):
 
     assert draw("--seed", "4") == draw("--seed", "4")
     assert draw() != draw()
-/root/.pyenv/libexec/pyenv-hooks: line 24: enable: cannot open shared object /root/.pyenv/libexec/pyenv-realpath.dylib: /root/.pyenv/libexec/pyenv-realpath.dylib: cannot open shared object file: No such file or directory
