@@ -393,12 +393,14 @@ class TerminalStreams:
 
 
 def duplicate_terminal(config: RunConfig, start: AgreedJobConfig) -> list[int]:
-    """Return descriptors for one worker: of the whole terminal with `--debug-rank`, of the input for a single worker.
+    """Return descriptors for one worker: of the whole terminal with `--debug-rank`, of the input for a single worker,
+    and for rank 0 of a logical view, which reads for all.
 
     Empty for other runs, and where this process has no such descriptor.
     """
     numbers = (0, 1, 2) if config.debug_rank is not None else (0,)
-    is_for_one = config.debug_rank is not None or (start.world_size == 1 and config.request.agent_output != "table")
+    reads_alone = start.is_logical or (start.world_size == 1 and config.request.agent_output != "table")
+    is_for_one = config.debug_rank is not None or reads_alone
     try:
         return [os.dup(number) for number in numbers] if is_for_one else []
     except OSError:  # a daemon may have closed them

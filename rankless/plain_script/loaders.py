@@ -16,34 +16,43 @@ from rankless.data.batch_tree import compute_digest, map_leaves, map_tensors
 from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
+from rankless.plain_script.effects import Effects
 from rankless.plain_script.shared_reading import LoaderState, RowReader, SharedReading
 
 ITERATE = DataLoader.__iter__
 
 
 @contextlib.contextmanager
-def divide_batches(view: LogicalView, world: World) -> Iterator[None]:
-    """Within the context, each `DataLoader` yields logical batches."""
+def divide_batches(view: LogicalView, world: World, effects: Effects | None = None) -> Iterator[None]:
+    """Within the context, each `DataLoader` yields logical batches.
+
+    Args:
+        view: The ranks.
+        world: The same ranks, with what takes part in their steps.
+        effects: What the script's ranks do once, if there is anything.
+    """
 
     known: WeakKeyDictionary[DataLoader[Any], LoaderState] = WeakKeyDictionary()
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
         if type(loader.dataset) is RowReader or not view.agreement.is_script_thread():
             return ITERATE(loader)  # a thread reads whole batches
-        reading = make_reading(loader, known.setdefault(loader, LoaderState()), view)
+        reading = make_reading(loader, known.setdefault(loader, LoaderState()), view, effects)
         return LogicalPass(loader, reading, view, world)
 
     with replace_attributes((DataLoader, "__iter__", iterate)):
         yield
 
 
-def make_reading(loader: "DataLoader[Any]", state: LoaderState, view: LogicalView) -> SharedReading | None:
+def make_reading(
+    loader: "DataLoader[Any]", state: LoaderState, view: LogicalView, effects: Effects | None
+) -> SharedReading | None:
     """Return what reads a pass over a loader; None if every rank reads whole batches."""
     if state.persistent is not None:
         return state.persistent
     if not SharedReading.can_share(loader):
         return None
-    reading = SharedReading(loader, state, view.mesh)
+    reading = SharedReading(loader, state, view.mesh, effects)
     state.persistent = reading if loader.persistent_workers else None
     return reading
 

@@ -8,6 +8,7 @@ reader process cannot go back to an earlier batch: the pass begins again there, 
 and skips the batches that the script has had.
 """
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from itertools import chain
@@ -32,6 +33,7 @@ from rankless.data.generators import (
 from rankless.data.sample_reader import ReaderInit, digest_sample, has_plain_columns
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
+from rankless.plain_script.effects import Effects, EffectWhileReading
 
 
 class BatchKey(NamedTuple):
@@ -63,17 +65,25 @@ class RowReader(Dataset[Any]):
     Args:
         loader: The script's loader. It has a data set with indices, and makes batches itself.
         division: How the ranks divide a batch.
+        effects: What the script's ranks do once, if there is anything.
         has_columns: Whether whole tensors are indexed, which draws nothing.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", division: BatchDivision, *, has_columns: bool) -> None:
+    def __init__(
+        self, loader: "DataLoader[Any]", division: BatchDivision, effects: Effects | None, *, has_columns: bool
+    ) -> None:
         self.dataset: Any = loader.dataset
+        self._effects = effects
         self._collate = loader.collate_fn
         self._division = division
         self._has_columns = has_columns
         self.reads_whole = False
         """Whether to read all rows."""
         self._generators: dict[str, Generator] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a reader process gets, which shares no effects."""
+        return vars(self) | {"_effects": None}
 
     def __getitem__(self, key: BatchKey) -> RowsRead:
         """Return this rank's rows, or all rows if it must have them."""
@@ -89,8 +99,10 @@ class RowReader(Dataset[Any]):
             self._generators = find_generators(self.dataset)
         before = get_process_states(), copy.deepcopy(get_states(self._generators))
         try:
-            data = self.read(indices)
-        except Exception:  # the script's data set may raise anything: then all ranks read the batch, and raise it
+            with contextlib.nullcontext() if self._effects is None else self._effects.refused():
+                data = self.read(indices)
+        except (Exception, EffectWhileReading):
+            # The script's data set may raise anything, or write a file: then all ranks read the batch.
             data = None
         if self._has_drawn(*before) or not has_rows(data, lengths[own]):
             set_process_states(before[0])
@@ -191,13 +203,16 @@ class SharedReading:
         loader: The script's loader; see `can_share`.
         state: What is known of it.
         mesh: The ranks.
+        effects: What the script's ranks do once, if there is anything.
     """
 
-    def __init__(self, loader: "DataLoader[Any]", state: LoaderState, mesh: Mesh) -> None:
+    def __init__(
+        self, loader: "DataLoader[Any]", state: LoaderState, mesh: Mesh, effects: Effects | None = None
+    ) -> None:
         self._loader, self._state = loader, state
         (self._axis,), self._device = mesh.axes, mesh.device
         self._has_columns = has_plain_columns(loader.dataset)
-        self._reader = RowReader(loader, BatchDivision.of(mesh), has_columns=self._has_columns)
+        self._reader = RowReader(loader, BatchDivision.of(mesh), effects, has_columns=self._has_columns)
         self._reader.reads_whole = state.reads_whole
         self._keys = BatchKeys(loader)
         self._inner = self._make_inner(loader.generator)

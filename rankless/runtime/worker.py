@@ -1,6 +1,7 @@
 """A worker from its start to the user's first line, and the records that it sends at its end."""
 
 import contextlib
+import functools
 import importlib
 import os
 import random
@@ -10,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -30,7 +31,7 @@ from rankless.runtime.hooks.debugging import (
     refuse_pdb,
 )
 from rankless.runtime.hooks.import_hook import FirstImportHook
-from rankless.runtime.hooks.written_files import TENSORBOARD_WRITER, FileWriteMonitor, silence_writers
+from rankless.runtime.hooks.written_files import TENSORBOARD_WRITER, FileWriteMonitor, list_ignored, silence_writers
 from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
 from rankless.runtime.redirect_output import measure_error_log, redirect_output, take_terminal
 from rankless.runtime.status_publisher import publish_status
@@ -88,7 +89,7 @@ def make_worker(launch: WorkerLaunch, host: HostConfig, fast_exit: FastExit, *, 
     redirect_output(config.log_file, config.error_log_file, on_loss=worker.warn_of_lost_output)
     if config.terminal:
         take_terminal(config.terminal)
-    else:
+    if not worker.may_debug:
         refuse_breakpoints(config.rank)
     random.seed(config.seed)
     if hide_torch and host.preload:
@@ -106,18 +107,32 @@ class WorkerProcess:
         self._config = config
         self._program = program
         self._environment_at_start = environment.snapshot()
-        self._file_writes = FileWriteMonitor(config, send=self._send) if config.world_size > 1 else None
+        warns_of_writes = config.world_size > 1 and not config.is_logical
+        self._file_writes = FileWriteMonitor(config, send=self._send) if warns_of_writes else None
+        self._outside: Any = None
+        """What surrounds a script in the logical view: a `rankless.plain_script.outside.Outside`."""
+        if config.is_logical:
+            self._outside = importlib.import_module("rankless.plain_script.outside").Outside(
+                config.rank, self._join_ranks, seed=config.seed or 0, ignored=list_ignored(config)
+            )
+        self._meeting: Any = None
+        """How its ranks meet, once they have joined."""
         self._count_step: Callable[..., None] | None = None
         if config.status_descriptor is not None:
             self._count_step = publish_status(config.status_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
 
+    @property
+    def may_debug(self) -> bool:
+        """Whether it has a terminal to itself. In the logical view, rank 0 reads one for all."""
+        return bool(self._config.terminal) and (self._config.is_debugged or not self._config.is_logical)
+
     def install_import_hooks(self, *, hide_torch: bool) -> None:
         """Install the import aliases, and the hook that sets up torch and numpy when the script imports them."""
         actions = {"torch": lambda: self._set_up_torch(late=hide_torch), "numpy": self._set_up_numpy}
-        if self._config.rank > 0:
+        if self._config.rank > 0 and not self._config.is_logical:
             actions[TENSORBOARD_WRITER] = self._silence_tensorboard
-        if not self._config.terminal:
+        if not self.may_debug:
             actions["pdb"] = lambda: refuse_pdb(self._config.rank)
         if "pdb" in sys.modules and "pdb" in actions:
             actions.pop("pdb")()
@@ -141,6 +156,8 @@ class WorkerProcess:
         run_main = prepare_main(self._program)
         if self._file_writes is not None:
             self._file_writes.start()
+        if self._outside is not None:
+            self._surround_script()
         exit_code = self._run_main(run_main)
         self._fast_exit.set_exit_code(exit_code)
         rank, now = self._config.rank, time.monotonic_ns()
@@ -179,7 +196,11 @@ class WorkerProcess:
             exit_code = _run_to_exit_code(run_main)
             if exit_code == 0:
                 _finish_context()
+                if self._outside is not None:
+                    self._outside.finish()
         except BaseException as error:
+            if self._outside is not None:
+                self._outside.end()
             if self._config.is_logical:
                 importlib.import_module("rankless.plain_script.single_process").explain(error)
             self._report_error(_remove_own_frames(error))
@@ -200,7 +221,30 @@ class WorkerProcess:
         fields = {} if error is None or isinstance(error, SystemExit) else _error_fields(error)
         self._send(GroupTeardown(rank=rank, time_ns=now, **fields))
 
+    def _surround_script(self) -> None:
+        """Let the script's effects happen once, and its sources of numbers be equal on all ranks."""
+        self._outside.install(shares_input=not self._config.is_debugged)
+        for name in self._outside.patched:
+            self._outside.patch(name)
+        waiting = set(self._outside.patched) - {"torch", "numpy.random"}
+        actions: dict[str, Callable[[], None]] = {
+            name: functools.partial(self._outside.patch, name) for name in waiting
+        }
+        sys.meta_path.insert(0, FirstImportHook(actions))
+
+    def _join_ranks(self) -> Any:
+        """Return how the ranks meet. The first call imports torch, as the script will."""
+        importlib.import_module("torch")
+        return self._meeting
+
     def _set_up_torch(self, *, late: bool) -> None:
+        alone = contextlib.nullcontext() if self._outside is None else self._outside.effects.alone()
+        with alone:
+            self._prepare_torch(late=late)
+        if self._outside is not None:
+            self._outside.patch("torch")
+
+    def _prepare_torch(self, *, late: bool) -> None:
         # Torch has imported numpy, so numpy needs its seed too, even if the script never names it.
         with contextlib.suppress(ImportError):
             importlib.import_module("numpy")
@@ -219,7 +263,7 @@ class WorkerProcess:
                 has_several_hosts=self._config.backend == "hierarchical",
             )
         distributed = sys.modules["torch.distributed"]
-        if not self._config.terminal and distributed.is_available():
+        if not self.may_debug and distributed.is_available():
             refuse_distributed_breakpoints(distributed, self._config.rank)
         if self._config.is_debugged:
             extend_timeouts(importlib.import_module("torch.distributed.distributed_c10d"), distributed)
@@ -232,7 +276,8 @@ class WorkerProcess:
                 self._notify, world_size=1 if self._config.is_logical else self._config.world_size
             )
         if self._config.is_logical:
-            importlib.import_module("rankless.runtime.logical_script").begin_logical_view()
+            logical_script = importlib.import_module("rankless.runtime.logical_script")
+            self._meeting = logical_script.begin_logical_view(self._outside.effects)
         if self._config.observation.is_reference or self._config.observation.is_foreign:
             importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
         names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
@@ -265,6 +310,8 @@ class WorkerProcess:
         # With None it draws a seed, so that forks of one process differ.
         seed = None if self._config.seed is None else self._config.seed % 2**32
         importlib.import_module("numpy.random").seed(seed)
+        if self._outside is not None:
+            self._outside.patch("numpy.random")
 
     def _notify(self, text: str) -> None:
         self._send(Notice(rank=self._config.rank, time_ns=time.monotonic_ns(), text=text))

@@ -36,6 +36,16 @@ _ADD_FILES = ("add_embedding", "add_hparams")
 """These methods of a `SummaryWriter` write further files, beside the events."""
 
 
+def list_ignored(config: WorkerConfig) -> tuple[str, ...]:
+    """Return the beginnings of the paths of devices, of caches that processes may share, and of the run's logs."""
+    return (
+        *_DEVICES,
+        os.path.join(os.path.expanduser("~"), "."),
+        os.path.join(tempfile.gettempdir(), "torchinductor"),
+        os.path.dirname(os.path.abspath(config.log_file)) + os.sep,
+    )
+
+
 class FileWriteMonitor:
     """Sends one record for each file that this worker's script opens to write, append or replace."""
 
@@ -44,14 +54,7 @@ class FileWriteMonitor:
         self._process_id = config.process_id
         self._send = send
         self._reported: set[str] = set()
-        home, temporary = os.path.expanduser("~"), tempfile.gettempdir()
-        # Caches of libraries, which several processes may use at once, and the run's own logs.
-        self._ignored = (
-            *_DEVICES,
-            os.path.join(home, "."),
-            os.path.join(temporary, "torchinductor"),
-            os.path.dirname(os.path.abspath(config.log_file)) + os.sep,
-        )
+        self._ignored = list_ignored(config)
 
     def start(self) -> None:
         """Observe from now on, until the process ends."""

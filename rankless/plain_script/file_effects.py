@@ -1,0 +1,349 @@
+"""Changes of files by a script in the logical view: rank 0 makes them, and reads of the others see them.
+
+Note [files]: opening a file to write, and each change of a folder's entries, is an effect (see Note [effects]): all
+ranks have met before rank 0 makes it, and the others know that it is made. What a script then writes into an open file
+goes to disk on rank 0 alone; the other ranks have a private file. A rank that reads a file which the script has closed
+meets the others first, because rank 0 may not have closed it yet. One that is still open is read from the private
+file. All other reads cost a look into two dictionaries.
+"""
+
+import builtins
+import io
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rankless.plain_script.effects import Effects, replace_everywhere
+from rankless.plain_script.private_files import FILE_MODES, IO_OPEN, OS_OPEN, OpenFile, open_hollow, open_new
+from rankless.user_code import shorten_path
+
+OPENING_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+UNNAMED = getattr(os, "O_TMPFILE", 0)
+CHANGES: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
+    *((os, name, (0,)) for name in ("remove", "unlink", "mkdir", "makedirs", "rmdir", "removedirs", "mkfifo")),
+    *((os, name, (0,)) for name in ("truncate", "chmod", "chown", "utime", "setxattr") if hasattr(os, name)),
+    *((os, name, (0, 1)) for name in ("rename", "replace", "renames")),
+    *((os, name, (1,)) for name in ("link", "symlink")),
+    *((shutil, name, (1,)) for name in ("copyfile", "copymode", "copystat", "copy", "copy2", "copytree")),
+    (shutil, "move", (0, 1)),
+    (shutil, "rmtree", (0,)),
+    (shutil, "make_archive", (0,)),
+    (shutil, "unpack_archive", (1,)),
+)
+"""Functions that change files or folders, and the positions of the arguments that name what they change."""
+KEYWORDS = ("path", "src", "dst", "name", "file", "base_name", "extract_dir", "base_format")
+STATUS = ("stat", "lstat", "access", "scandir", "listdir")
+
+
+class FileEffects:
+    """The files that this rank's script changes.
+
+    Args:
+        effects: What the ranks do once.
+        ignored: Beginnings of paths that are nobody's effects: devices, caches of libraries, the run's own folder.
+        seed: Of the names of temporary files in folders that the script names, the same on all ranks.
+    """
+
+    def __init__(self, effects: Effects, ignored: Sequence[str], *, seed: int) -> None:
+        self._effects = effects
+        self._seed = seed
+        self._ignored = tuple(ignored)
+        self._own: set[str] = set()
+        """Files and folders that `tempfile` has made for this rank alone."""
+        self._opened: dict[str, list[OpenFile]] = {}
+        """Those that the script may have open to write, by path."""
+        self._unfinished: set[str] = set()
+        """Files that the script has closed since the ranks last met."""
+        effects.after_meeting.append(self._forget_finished)
+        os.register_at_fork(before=self._finish)
+
+    def install(self) -> None:
+        """Replace Python's functions that change or read files, until this process ends."""
+        replaced = [(owner, name, self._change_of(owner, name, places)) for owner, name, places in CHANGES]
+        replaced += [(os, name, self._read_of(getattr(os, name))) for name in STATUS]
+        replaced += [(builtins, "open", self.open), (io, "open", self.open), (os, "open", self.open_descriptor)]
+        replaced += [
+            (tempfile, name, self._own_of(getattr(tempfile, name), place))
+            for name, place in (("_mkstemp_inner", 0), ("mkdtemp", 2))
+        ]
+        unlink = next(new for _, name, new in replaced if name == "unlink")
+        tempfile._TemporaryFileCloser.close.__defaults__ = (unlink,)  # type: ignore[attr-defined]  # bound at import
+        replace_everywhere(replaced)
+
+    def find_path(self, given: Any, folder: int | None = None) -> str | None:
+        """Return the absolute path that a call names; None for a descriptor, or for what is no path."""
+        try:
+            name = os.fsdecode(given)
+            if folder is not None and not os.path.isabs(name):
+                name = os.path.join(os.readlink(f"/dev/fd/{folder}"), name)
+            return os.path.abspath(name)
+        except (TypeError, ValueError, OSError):
+            return None
+
+    def is_shared(self, path: str | None) -> bool:
+        """Return whether the script changes a path by the present call, and not this process alone."""
+        if path is None or not self._effects.is_active or self._is_ignored(path) or self.is_own(path):
+            return False
+        return self._effects.is_of_script(sys._getframe(1))
+
+    def is_own(self, path: str) -> bool:
+        """Return whether a path is, or lies in, what `tempfile` has made for this rank."""
+        return any(path == own or path.startswith(own + os.sep) for own in self._own)
+
+    def describe(self, path: str) -> str:
+        """Return the name of a path that ranks compare."""
+        return "a temporary file" if self.is_own(path) else shorten_path(path)
+
+    def _is_ignored(self, path: str) -> bool:
+        return path.startswith(self._ignored) or path.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__" in path
+
+    # -- opening
+
+    def open(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """Open a file, as Python's `open` does."""
+
+        def act(opener: Any = opener) -> Any:
+            return IO_OPEN(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+        if opener is not None or not self._effects.is_active:
+            return act()
+        path = self.find_path(file)
+        if not isinstance(mode, str) or not set(mode) & set("wax+"):
+            opened = self._prepare_read(path)
+            return act() if opened is None else act(lambda _, flags: OS_OPEN(opened.path, flags))
+        if not self.is_shared(path):
+            return act()
+        assert path is not None
+        kept = "+" in mode
+
+        def make_private(opener: Callable[[str, int], int]) -> tuple[Any, OpenFile]:
+            if not kept:
+                return open_hollow(file, mode, (encoding, errors, newline), buffering, opener=opener)
+            found = act(opener)
+            return found, OpenFile(found.fileno(), keeps_data=True)
+
+        flags = FILE_MODES[next((each for each in "wxa" if each in mode), "r")]
+        return self._open_once(path, flags, kept, (act, make_private))
+
+    def open_descriptor(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        """Open a file, as `os.open` does."""
+
+        def act() -> int:
+            return OS_OPEN(path, flags, mode, dir_fd=dir_fd)
+
+        if not self._effects.is_active or (UNNAMED and flags & UNNAMED == UNNAMED):
+            return act()
+        where = self.find_path(path, dir_fd)
+        if not flags & OPENING_TO_WRITE:
+            opened = self._prepare_read(where)
+            return act() if opened is None else OS_OPEN(opened.path, flags)
+        if not self.is_shared(where):
+            return act()
+        assert where is not None
+
+        def make_private(opener: Callable[[str, int], int]) -> tuple[Any, OpenFile]:
+            descriptor = opener("", flags)
+            return descriptor, OpenFile(descriptor, keeps_data=True)
+
+        found: int = self._open_once(where, flags, True, (act, make_private))
+        return found
+
+    def _open_once(self, path: str, flags: int, kept: bool, ways: tuple[Callable[[], Any], Callable[..., Any]]) -> Any:
+        """Open a file to write: on rank 0 the script's, on the others a private one.
+
+        Args:
+            path: The file.
+            flags: Those of `os.open`, of which appending and truncating matter.
+            kept: Whether the private file keeps data.
+            ways: How rank 0 opens it, and how the others do with an opener.
+        """
+        effects = self._effects
+        known = self._find_opened(path)
+        if known is None and path in self._unfinished:
+            self._finish()
+        if known is not None and kept:
+            self._prepare_read(path)  # the private file gets the data that it lacks
+        content = path if kept and not flags & (os.O_TRUNC | os.O_EXCL) else None
+        private = None if known is not None or effects.is_first else open_new(os.O_RDWR, content=content, size=0)
+        made: list[Any] = []
+
+        def act() -> int:
+            made.append(ways[0]())
+            descriptor = made[0] if isinstance(made[0], int) else made[0].fileno()
+            return os.fstat(descriptor).st_size
+
+        def opener(_: str, wanted: int) -> int:
+            access = wanted & (os.O_ACCMODE | os.O_APPEND | os.O_TRUNC)
+            if known is not None:
+                return OS_OPEN(known.path, access)
+            assert private is not None
+            return OS_OPEN(f"/dev/fd/{private}", access & ~os.O_TRUNC)
+
+        try:
+            size = effects.once(f"open {self.describe(path)} to write", act)
+            if effects.is_first:
+                file = made[0]
+                opened = OpenFile(file if isinstance(file, int) else file.fileno(), keeps_data=kept)
+            else:
+                if private is not None and size and not kept:
+                    os.ftruncate(private, size)
+                file, opened = ways[1](opener)
+        finally:
+            if private is not None:
+                os.close(private)
+        opened.keeps_data = kept if known is None else known.keeps_data
+        for each in list(self._opened):  # a closed file may have had the same descriptor
+            self._opened[each] = [old for old in self._opened[each] if old.descriptor != opened.descriptor]
+            self._find_opened(each)
+        self._opened.setdefault(path, []).append(opened)
+        return file
+
+    # -- reading
+
+    def _find_opened(self, path: str) -> OpenFile | None:
+        """Return a file that the script has open to write."""
+        known = self._opened.get(path)
+        if known is None:
+            return None
+        known[:] = [each for each in known if each.is_open]
+        if not known:
+            del self._opened[path]
+            self._unfinished.add(path)
+            return None
+        return known[0]
+
+    def _prepare_read(self, path: str | None, *, content: bool = True) -> OpenFile | None:
+        """Make what the script has written to a path readable. Return this rank's private file if it is open.
+
+        Args:
+            path: The file or folder.
+            content: Whether the data are read, and not only the status.
+        """
+        if path is None or not (self._opened or self._unfinished) or not self._effects.can_meet:
+            return None
+        opened = self._find_opened(path)
+        if opened is None:
+            if path in self._unfinished or self._has_unfinished(path):
+                self._finish()
+            return None
+        if content and not opened.keeps_data:
+            data = self._effects.once(f"read {self.describe(path)}, which is open to write", opened.read_all)
+            for each in self._opened[path]:
+                if self._effects.is_first:
+                    each.keeps_data = True
+                else:
+                    each.fill(data)
+        return None if self._effects.is_first else opened
+
+    def _has_unfinished(self, folder: str) -> bool:
+        """Return whether files in a folder have been closed since the ranks last met."""
+        for path in list(self._opened):
+            if os.path.dirname(path) == folder:
+                self._find_opened(path)
+        return any(os.path.dirname(path) == folder for path in self._unfinished)
+
+    def _finish(self) -> None:
+        """Let the ranks meet if rank 0 may not have closed a file that this rank has closed."""
+        for path in list(self._opened):
+            self._find_opened(path)
+        if self._unfinished and self._effects.is_active:
+            self._effects.meet("what the script has written")
+
+    def _forget_finished(self) -> None:
+        for path in list(self._opened):
+            self._find_opened(path)
+        self._unfinished.clear()
+
+    def _read_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of `os` that reads the status of a file or the entries of a folder."""
+        is_status = function.__name__ in ("stat", "lstat")
+
+        def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+            if not (self._opened or self._unfinished) or isinstance(path, int) or not self._effects.is_active:
+                return function(path, *args, **kwargs)
+            opened = self._prepare_read(self.find_path(path, kwargs.get("dir_fd")), content=False)
+            return os.fstat(opened.descriptor) if opened is not None and is_status else function(path, *args, **kwargs)
+
+        return read
+
+    # -- changes of folders
+
+    def _change_of(self, owner: Any, name: str, places: tuple[int, ...]) -> Callable[..., Any]:
+        """Return a function that changes what its arguments at some places name, once."""
+        function = vars(owner)[name]
+
+        def change(*args: Any, **kwargs: Any) -> Any:
+            if not self._effects.is_active:
+                return function(*args, **kwargs)
+            given = [*args, *(kwargs[key] for key in KEYWORDS if key in kwargs)]
+            named = [given[place] for place in places if place < len(given)]
+            if name == "unpack_archive" and not named:
+                named = [os.getcwd()]
+            paths = [self.find_path(each, kwargs.get("dir_fd")) for each in named]
+            if not any(map(self.is_shared, paths)):
+                return function(*args, **kwargs)
+            known = [path for path in paths if path is not None]
+            text = f"{name} {' to '.join(map(self.describe, known))}"
+
+            def act() -> Any:
+                result = function(*args, **kwargs)
+                return os.fspath(result) if isinstance(result, os.PathLike) else result
+
+            result = self._effects.once(text, act)
+            self._follow(name, known)
+            return result
+
+        change.__name__ = change.__qualname__ = name
+        return change
+
+    def _follow(self, name: str, paths: Sequence[str]) -> None:
+        """Let the private files follow a file that has been renamed or removed."""
+        if name in ("rename", "replace", "renames", "move") and len(paths) == 2:
+            source, target = paths
+            if self.is_own(source) and not self._effects.is_first:
+                (shutil.rmtree if os.path.isdir(source) else os.remove)(source)
+            self._opened.pop(target, None)
+            for path in [each for each in self._opened if each == source or each.startswith(source + os.sep)]:
+                self._opened[target + path[len(source) :]] = self._opened.pop(path)
+        elif name in ("remove", "unlink", "rmtree"):
+            (removed,) = paths[:1]
+            for path in [each for each in self._opened if each == removed or each.startswith(removed + os.sep)]:
+                del self._opened[path]
+
+    # -- temporary files
+
+    def _own_of(self, function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        """Return a function of `tempfile` whose files are this rank's, unless the script names their folder."""
+        usual = os.path.abspath(tempfile.gettempdir())
+        names = tempfile._RandomNameSequence()  # type: ignore[attr-defined]  # tempfile has no public way
+        names._rng, names._rng_pid = random.Random(self._seed), os.getpid()
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            given = args[place] if place < len(args) else kwargs.get("dir")
+            folder = usual if given is None else self.find_path(given)
+            if folder != usual and self.is_shared(folder):
+                before, tempfile._name_sequence = tempfile._name_sequence, names  # type: ignore[attr-defined]
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    tempfile._name_sequence = before  # type: ignore[attr-defined]
+            with self._effects.alone():
+                made = function(*args, **kwargs)
+            self._own.add(os.path.abspath(os.fsdecode(made[1] if isinstance(made, tuple) else made)))
+            return made
+
+        return make

@@ -1,0 +1,215 @@
+"""Libraries that write by other means than Python's files: `torch.save`, safetensors, TensorBoard, wandb and SQLite.
+
+Values that they write may be logical tensors, whose reads are collective. So every rank makes each call, and only the
+last step, onto the disk or the network, is rank 0's.
+"""
+
+import atexit
+import functools
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from rankless.plain_script.effects import Effects, replace_everywhere
+from rankless.plain_script.file_effects import FileEffects
+
+SAVING = {
+    "torch": (("serialization", "save", 1), ("jit", "save", 1)),
+    "safetensors.torch": (("", "save_file", 1),),
+    "safetensors.numpy": (("", "save_file", 1),),
+}
+"""By module: functions that write a file in C++ or Rust, and the place of its path among their arguments."""
+FURTHER_FILES = ("add_embedding", "add_hparams")
+"""These methods of a `SummaryWriter` write files beside the events."""
+
+
+class SilentEventWriter:
+    """Takes the place of the writer of event files behind a `SummaryWriter`, and writes nothing."""
+
+    def __init__(self, log_dir: str) -> None:
+        self._log_dir = log_dir
+
+    def get_logdir(self) -> str:
+        """Return the folder in which rank 0 writes."""
+        return self._log_dir
+
+    def _do_nothing(self, *_arguments: Any, **_keywords: Any) -> None:
+        return
+
+    add_event = add_summary = add_graph = add_onnx_graph = flush = close = reopen = _do_nothing
+
+
+class LibraryWriters:
+    """The libraries that this rank's script writes with.
+
+    Args:
+        effects: What the ranks do once.
+        files: The files that the script changes.
+    """
+
+    def __init__(self, effects: Effects, files: FileEffects) -> None:
+        self._effects = effects
+        self._files = files
+        self.patches: dict[str, Callable[[Any], None]] = {
+            **{name: functools.partial(self._patch_saving, name) for name in SAVING},
+            "torch.utils.tensorboard.writer": self._patch_tensorboard,
+            "wandb": self._patch_wandb,
+            "sqlite3": self._patch_sqlite,
+        }
+        """By the name of a module: what to do when the script has imported it."""
+
+    def _patch_saving(self, name: str, module: Any) -> None:
+        for inner, function, place in SAVING[name]:
+            owner = getattr(module, inner) if inner else module
+            saved = self._saving(vars(owner)[function], place)
+            replace_everywhere([(owner, function, saved)])
+            if vars(module).get(function) is saved.__wrapped__:  # type: ignore[attr-defined]  # functools.wraps sets it
+                setattr(module, function, saved)
+
+    def _saving(self, save: Callable[..., Any], place: int) -> Callable[..., Any]:
+        """Return a function that computes on every rank what it saves, and writes the file on rank 0."""
+
+        @functools.wraps(save)
+        def save_once(*args: Any, **kwargs: Any) -> Any:
+            named = next((key for key in ("f", "filename") if key in kwargs), None)
+            given = kwargs[named] if named else args[place] if place < len(args) else None
+            path = None if isinstance(given, int) or not self._effects.is_active else self._files.find_path(given)
+            if not self._files.is_shared(path):
+                return save(*args, **kwargs)
+            try:  # all ranks learn now if it fails
+                self._files.open(given, "wb").close()
+            except OSError:  # the function has its own error for this
+                return self._effects.once(f"{save.__name__} to {path}", lambda: save(*args, **kwargs))
+            target = given if self._effects.is_first else os.devnull
+            if named:
+                kwargs[named] = target
+            else:
+                args = (*args[:place], target, *args[place + 1 :])
+            return self._finish_together(lambda: save(*args, **kwargs))
+
+        return save_once
+
+    def _finish_together(self, work: Callable[[], Any]) -> Any:
+        """Return what work on all ranks returns here, once rank 0's is done. Raise its error, or else this rank's."""
+        errors: list[Exception] = []
+        result = None
+        try:
+            with self._effects.alone():
+                result = work()
+        except Exception as error:
+            errors.append(error)
+
+        def raise_error() -> None:
+            if errors:
+                raise errors[0]
+
+        if self._effects.can_meet:
+            self._effects.share(raise_error)
+        raise_error()
+        return result
+
+    def _patch_tensorboard(self, module: Any) -> None:
+        """Let rank 0 alone write events."""
+        writer = module.SummaryWriter
+        own_file_writer = writer._get_file_writer
+
+        def get_file_writer(self_writer: Any) -> Any:
+            if self._effects.is_first:
+                return own_file_writer(self_writer)
+            if self_writer.all_writers is None or self_writer.file_writer is None:
+                self_writer.file_writer = SilentEventWriter(str(self_writer.log_dir))
+                self_writer.all_writers = {self_writer.file_writer.get_logdir(): self_writer.file_writer}
+            return self_writer.file_writer
+
+        writer._get_file_writer = get_file_writer
+        for name, method in list(vars(writer).items()):
+            if name.startswith("add_") or name in ("__init__", "flush", "close"):
+                setattr(writer, name, self._event_method(name, method))
+
+    def _event_method(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of a `SummaryWriter`, which on other ranks than 0 writes no files."""
+        effects = self._effects
+
+        @functools.wraps(method)
+        def call(writer: Any, *args: Any, **kwargs: Any) -> Any:
+            if not effects.is_active:
+                return method(writer, *args, **kwargs)
+            if name in FURTHER_FILES:
+                args, kwargs = take_whole_values(args), take_whole_values(kwargs)
+            if name.startswith("add_"):
+                with effects.alone():
+                    return None if name in FURTHER_FILES and not effects.is_first else method(writer, *args, **kwargs)
+            effects.meet(f"SummaryWriter.{name}")
+            result = self._finish_together(lambda: method(writer, *args, **kwargs))
+            if name == "__init__":
+                writer.log_dir = effects.share(lambda: str(writer.log_dir)) if effects.can_meet else writer.log_dir
+            return result
+
+        return call
+
+    def _patch_wandb(self, module: Any) -> None:
+        """Let rank 0 alone have a run. The others have one that does nothing."""
+        start, log = module.init, module.log
+
+        @functools.wraps(start)
+        def init(*args: Any, **kwargs: Any) -> Any:
+            if not self._effects.is_active:
+                return start(*args, **kwargs)
+            if not self._effects.is_first:
+                kwargs["mode"] = "disabled"
+            self._effects.meet("wandb.init")
+            run = self._finish_together(lambda: start(*args, **kwargs))
+            if "log" in dir(type(run)) and run is not None:
+                type(run).log = self._whole_log(type(run).log)
+            return run
+
+        module.init, module.log = init, self._whole_log(log)
+
+    def _whole_log(self, log: Callable[..., Any]) -> Callable[..., Any]:
+        if hasattr(log, "__wrapped__"):
+            return log
+
+        @functools.wraps(log)
+        def log_whole(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = take_whole_values(args), take_whole_values(kwargs)
+            with self._effects.alone():
+                return log(*args, **kwargs)
+
+        return log_whole
+
+    def _patch_sqlite(self, module: Any) -> None:
+        """Let other ranks than 0 work on a copy of a database."""
+        connect = module.connect
+
+        @functools.wraps(connect)
+        def connect_once(database: Any, *args: Any, **kwargs: Any) -> Any:
+            path = None if database == ":memory:" or not self._effects.is_active else self._files.find_path(database)
+            if not self._files.is_shared(path) or not self._effects.can_meet:
+                return connect(database, *args, **kwargs)
+            assert path is not None
+            what = f"sqlite3.connect of {self._files.describe(path)}"
+            self._effects.meet(what)
+            if not self._effects.is_first:
+                with self._effects.alone():
+                    folder = tempfile.mkdtemp()
+                    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                    database = os.path.join(folder, os.path.basename(path))
+                    if os.path.exists(path):
+                        shutil.copyfile(path, database)
+            self._effects.meet(what)
+            return self._finish_together(lambda: connect(database, *args, **kwargs))
+
+        replace_everywhere([(module, "connect", connect_once)])
+
+
+def take_whole_values(values: Any) -> Any:
+    """Return the arguments of a call with whole tensors in place of logical ones. Collective if there are any."""
+    if isinstance(values, dict):
+        return {key: take_whole_values(value) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(map(take_whole_values, values))
+    logical = getattr(sys.modules.get("rankless.logical.tensor"), "DividedTensor", ())  # nothing here imports torch
+    return values.whole().detach() if isinstance(values, logical) else values

@@ -1,0 +1,5 @@
+import os
+
+from training import source, train
+
+train(seed=source(lambda: os.getpid()))
