@@ -27,11 +27,15 @@ OF_PART = (
     *(GETTERS["_version"].__get__,),
 )
 """Functions whose answer for this rank's part holds for the whole value."""
+OF_VALUES = (
+    *(Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__),
+    *(Tensor.__complex__, torch.ops.aten._local_scalar_dense.default, torch.is_nonzero, Tensor.is_nonzero),
+)
+"""Functions that return numbers, which have no gradients."""
 OF_WHOLE = (
-    *(Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__bool__, Tensor.__int__, Tensor.__float__),
-    *(Tensor.__index__, Tensor.__complex__, Tensor.__format__, Tensor.__contains__, Tensor.__iter__),
+    *(Tensor.numpy, Tensor.__array__, Tensor.__format__, Tensor.__contains__, Tensor.__iter__),
     *(Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage, Tensor.__reduce_ex__, Tensor.__dlpack__),
-    *(torch.ops.aten._local_scalar_dense.default, torch.equal, Tensor.equal, torch.is_nonzero, Tensor.is_nonzero),
+    *(torch.equal, Tensor.equal),
 )
 """Functions that read values."""
 
@@ -46,6 +50,17 @@ def run_on_whole(function: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*map(take_whole, args), **{name: take_whole(value) for name, value in kwargs.items()})
+
+    return run
+
+
+def run_on_values(function: Any) -> Callable[..., Any]:
+    """Return what calls a function with a whole value that needs no gradient: it may be known already."""
+
+    def run(tensor: DividedTensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            whole = tensor.whole()
+        return function(whole.detach(), *args, **kwargs)
 
     return run
 
@@ -78,6 +93,7 @@ def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
 register(OF_WRAPPER, lambda function: function)
 register(OF_PART, run_on_part)
 register(OF_WHOLE, run_on_whole)
+register(OF_VALUES, run_on_values)
 
 
 def wrap_gradient(gradient: Tensor | None, tensor: DividedTensor) -> Tensor | None:

@@ -9,6 +9,7 @@ from rankless.logical.tensor import LogicalView
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches
 from rankless.plain_script.optimizer_settings import OptimizerSettings
+from rankless.plain_script.script_steps import ScriptSteps
 from rankless.plain_script.single_process import hide_ranks
 
 
@@ -26,6 +27,7 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
     OptimizerSettings(view.agreement).watch()
     stack = ExitStack()
     stack.enter_context(LogicalBackward(view).install())
+    ScriptSteps(world.events).watch()
     stack.enter_context(divide_batches(view, world, effects))
     stack.enter_context(hide_ranks())
     atexit.register(stack.pop_all().close)
