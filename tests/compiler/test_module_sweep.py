@@ -9,6 +9,9 @@ import torch
 from module_sweep import BASES, NEEDS_GROUP, SAME_AS, cases_of, modules, sweep
 from torch import nn
 
+NOT_CAPTURED = ("CrossMapLRN2d",)
+"""Modules of which no case is a program: PyTorch writes this one as an autograd function in Python."""
+
 
 @pytest.fixture(autouse=True)
 def _restore_random_state():
@@ -37,4 +40,4 @@ def test_a_few_cases_of_a_module_are_right(name: str):
 def test_all_cases_of_a_module_are_right(name: str):
     counts = sweep(cases_of(name))
     assert not counts.failures, "\n".join(itertools.islice(counts.failures, 20))
-    assert counts.kinds["right"]
+    assert bool(counts.kinds["right"]) == (name not in NOT_CAPTURED), counts.kinds
