@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 RELATIVE = 1e-9
-ZERO = 1e-12
-"""Below it, a number may be rounding alone, as the bias of keys in attention, which has no gradient."""
+ZERO = 1e-10
+"""Smaller numbers may be rounding alone: Adam enlarges that of biases without a gradient, as of keys in attention."""
 NUMBER = re.compile(r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=e))(?:e[-+]?\d+)?", re.IGNORECASE)
 """A number with a fraction. Integers are compared as text."""
 TENSOR_FILES = {".pt", ".pth", ".tar", ".bin"}
