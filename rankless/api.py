@@ -6,6 +6,7 @@ unit: the `timeout` of `loader` is `DataLoader`'s, and `rankless.collectives` ta
 """
 
 import atexit
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,14 +33,22 @@ from rankless.launch.spawn_function import Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.launch.spawn_output import Show
 from rankless.parallel.plan import Plan, PlanSource, place
+from rankless.plain_script.loaders import shard_loaded, shard_whole
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
-from rankless.runtime.current_context import current_context, join_line, join_rendezvous, leave, require_ranks
+from rankless.runtime.current_context import (
+    current_context,
+    find_view,
+    join_line,
+    join_rendezvous,
+    leave,
+    require_ranks,
+)
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
 from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
 from rankless.terminal.progress_display import ProgressDisplay
-from rankless.user_code import display_name
+from rankless.user_code import caller_line, display_name
 
 __all__ = [
     "Job",
@@ -58,10 +67,12 @@ __all__ = [
     "loader",
     "local",
     "local_rank",
+    "logical",
     "once",
     "place",
     "rank",
     "save",
+    "shard_batch",
     "shutdown",
     "spawn",
     "world_size",
@@ -71,6 +82,7 @@ OF_RANKS = "a function of Rankless for scripts that know ranks"
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Batch = TypeVar("Batch")
 
 
 def init(
@@ -605,7 +617,62 @@ def loader(
         device=device,
         reading=reading,
     )
-    return Loader(dataset, options=options, world=_world)
+    view = find_view()
+    if view is None:
+        return Loader(dataset, options=options, world=_world)
+    finish = functools.partial(shard_loaded, view=view)
+    return Loader(dataset, options=options, world=lambda: _current_in_any_view().world, finish=finish)
+
+
+def logical() -> None:
+    """Let several workers run the script as one training: it sees one process, and its batches are divided.
+
+    Call it at the top of a script of an ordinary loop, without jobs. `rankless run` reads the call in the source, and
+    starts the script in the logical view. A late call therefore acts like an early one. On one process, and if it is
+    called again, it does nothing.
+
+    Raises:
+        ConfigError: Several workers run the script, and not in the logical view: `--separate` was given, or the mesh
+            has other axes than `data`, or another launcher has started them.
+
+    Example:
+        >>> rankless.logical()
+    """
+    size = _current_in_any_view().world.workers.size
+    if size > 1 and find_view() is None:
+        raise ConfigError(
+            expected="a script that runs in the logical view, for which it asks",
+            found=f"{size} workers, each of which runs a copy of it",
+            fix="start it with `rankless run --logical`, which divides its batches between the workers",
+        ).add_location(caller_line())
+
+
+def shard_batch(batch: Batch) -> Batch:
+    """Divide a batch that the script has made without a loader between the workers.
+
+    In the logical view of `rankless run` each worker then computes its own rows, and all results are those of the whole
+    batch. Call it on every worker, with equal values.
+
+    Args:
+        batch: A tensor, or lists, tuples, dicts and named tuples of tensors and anything else. Tensors are divided
+            along dim 0. Those of another length than most stay whole, and so does a batch of fewer rows than workers.
+
+    Returns:
+        The batch with tensors that look whole; elsewhere than in the logical view the batch itself.
+
+    Raises:
+        RanksDiverged: Workers have other values.
+
+    Example:
+        >>> inputs, targets = rankless.shard_batch((torch.ones(8, 3), torch.ones(8)))
+        >>> inputs.shape
+        torch.Size([8, 3])
+    """
+    view = find_view()
+    if view is None:
+        return batch
+    divided: Batch = shard_whole(batch, view)
+    return divided
 
 
 def save(

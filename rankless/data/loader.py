@@ -1,6 +1,6 @@
 """The loader: batches of a one-process `DataLoader` in its order, of which each rank reads its own rows."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -40,8 +40,12 @@ class Loader(Generic[Batch]):
         [[0, 1], [2, 3], [4]]
     """
 
-    def __init__(self, dataset: Any, *, options: LoaderOptions, world: WorldSource) -> None:
+    def __init__(
+        self, dataset: Any, *, options: LoaderOptions, world: WorldSource, finish: Callable[[Any], Any] | None = None
+    ) -> None:
         check_options(dataset, options)
+        self._finish = finish
+        """Makes of a batch what the script gets; None for the batch itself."""
         self.dataset = dataset
         self.options = options
         self.epoch = 0
@@ -200,7 +204,7 @@ class Loader(Generic[Batch]):
                 world.events.begin_batch(loader_pass, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
                 world.passes.start_batch(loader_pass)
-                yield batch
+                yield batch if self._finish is None else self._finish(batch)
         except GeneratorExit:
             current.is_over = True  # the script left its loop; the next pass is a new one
             raise

@@ -1,6 +1,7 @@
 """`DataLoader` in the logical view: the same batches, in the same order, of which each rank holds its rows."""
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,11 +14,12 @@ from torch.utils.data import DataLoader
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.context.world import World
 from rankless.data.batch_tree import compute_digest, map_leaves, map_tensors
+from rankless.data.logical_tensor import LogicalTensor
 from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
 from rankless.plain_script.effects import Effects
-from rankless.plain_script.shared_reading import LoaderState, RowReader, SharedReading
+from rankless.plain_script.shared_reading import LoaderState, SharedReading
 
 ITERATE = DataLoader.__iter__
 
@@ -35,8 +37,10 @@ def divide_batches(view: LogicalView, world: World, effects: Effects | None = No
     known: WeakKeyDictionary[DataLoader[Any], LoaderState] = WeakKeyDictionary()
 
     def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
-        if type(loader.dataset) is RowReader or not view.agreement.is_script_thread():
-            return ITERATE(loader)  # a thread reads whole batches
+        # Rankless's own readers divide batches themselves, and a thread reads whole ones.
+        is_own = sys._getframe(1).f_globals.get("__name__", "").startswith("rankless.")
+        if is_own or not view.agreement.is_script_thread():
+            return ITERATE(loader)
         reading = make_reading(loader, known.setdefault(loader, LoaderState()), view, effects)
         return LogicalPass(loader, reading, view, world)
 
@@ -146,6 +150,26 @@ def divide_batch(batch: Any, view: LogicalView, *, rows: int) -> Any:
     if rows < view.axis.size:
         return batch
     return map_leaves(lambda _, leaf: divide_tensor(leaf, view, rows=rows), batch, is_leaf=is_packed)
+
+
+def shard_whole(batch: Any, view: LogicalView) -> Any:
+    """Return a batch that the script itself has made, divided along dim 0 of most of its tensors. Collective."""
+    view.agreement.note(compute_digest(batch), "the batch, with the digest")
+    view.agreement.check("rankless.shard_batch")
+    return divide_batch(batch, view, rows=find_rows(batch, None))
+
+
+def shard_loaded(batch: Any, view: LogicalView) -> Any:
+    """Return a batch of a `rankless.loader` with the view's logical tensors in place of those of jobs."""
+    return map_tensors(lambda leaf: convert_tensor(leaf, view), batch)
+
+
+def convert_tensor(tensor: Tensor, view: LogicalView) -> Tensor:
+    """Return a tensor of a `rankless.loader` as the view's; a plain one as it is."""
+    if not isinstance(tensor, LogicalTensor) or not isinstance(tensor.placement, Shard):
+        return tensor
+    # Memory of its own: a change in place of one must not reach the other.
+    return DividedTensor(tensor.local.clone(), tensor.placement, tuple(tensor.shape), view)
 
 
 def is_packed(part: Any) -> bool:

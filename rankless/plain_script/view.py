@@ -1,7 +1,11 @@
 """Installs the logical view in a worker, before the first line of the script that uses torch."""
 
 import atexit
+import sys
 from contextlib import ExitStack
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankless.context.world import World
 from rankless.logical.gradients import LogicalBackward
@@ -11,6 +15,7 @@ from rankless.plain_script.loaders import divide_batches
 from rankless.plain_script.optimizer_settings import OptimizerSettings
 from rankless.plain_script.script_steps import ScriptSteps
 from rankless.plain_script.single_process import hide_ranks
+from rankless.user_code import script_line
 
 
 def install(world: World, effects: Effects | None = None) -> LogicalView:
@@ -30,5 +35,22 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
     ScriptSteps(world.events).watch()
     stack.enter_context(divide_batches(view, world, effects))
     stack.enter_context(hide_ranks())
+    notify_if_undivided(view)
     atexit.register(stack.pop_all().close)
     return view
+
+
+def notify_if_undivided(view: LogicalView) -> None:
+    """Tell the user at the second step of an optimizer if no function has run on divided batches until then."""
+    steps = 0
+
+    def on_step(*_arguments: Any) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 2 and not view.plans:  # the hook stays: PyTorch is going through all hooks now
+            view.notify(
+                f"{script_line(sys._getframe(1))}: every worker computes whole batches (correct, but not faster with "
+                "more workers): read the data with a DataLoader, or divide a batch with x = rankless.shard_batch(x)"
+            )
+
+    register_optimizer_step_post_hook(on_step)

@@ -6,12 +6,16 @@
 import gc
 import os
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rankless.errors import JoinError
 from rankless.plain_script.single_process import make_refusal
 from rankless.runtime.process_context import ProcessContext, RecordObserver, join
 from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo, find_rendezvous_info
 from rankless.runtime.rendezvous.parameters import RendezvousParameters
+
+if TYPE_CHECKING:
+    from rankless.logical.tensor import LogicalView
 
 _context: ProcessContext | None = None
 _has_left = False
@@ -57,8 +61,13 @@ def join_rendezvous(parameters: RendezvousParameters, *, make_observer: Callable
 
 def require_ranks(name: str) -> None:
     """Raise `ConfigError` for a use of something that needs ranks if the script runs in the logical view."""
-    if _context is not None and _context.process_id == os.getpid() and _context.logical is not None:
+    if find_view() is not None:
         raise make_refusal(name)
+
+
+def find_view() -> "LogicalView | None":
+    """Return the logical view in which the script runs, or None."""
+    return None if _context is None or _context.process_id != os.getpid() else _context.logical
 
 
 def join_line() -> str | None:

@@ -7,12 +7,9 @@ all ranks, as in a script without a job.
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from rankless.compiler.capture.results import map_result
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.context.world import World
-from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
@@ -21,7 +18,7 @@ from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.tensor import DividedTensor, LogicalView
-from rankless.parallel.tensor_placement import Shard
+from rankless.plain_script.loaders import convert_tensor
 
 
 class LogicalJobView:
@@ -60,7 +57,7 @@ class LogicalJobView:
         )
         owner = self._world.owner
         owner.begin_call()
-        tensors = tuple(self._divide(tensor) for tensor in arguments.tensors)
+        tensors = tuple(convert_tensor(tensor, self._view) for tensor in arguments.tensors)
         with self._backward.install():
             outcome = self._plain.run(replace(arguments, tensors=tensors))
             outcome = replace(outcome, result=map_result(make_whole, outcome.result), loss=make_whole(outcome.loss))
@@ -69,13 +66,6 @@ class LogicalJobView:
         states = [tensor for _, tensor in sorted(named_tensors(self._job.modules).items())]
         self._sync.record_states(states, states)
         return outcome
-
-    def _divide(self, tensor: Tensor) -> Tensor:
-        """Return an argument as the logical view takes it."""
-        if not isinstance(tensor, LogicalTensor) or not isinstance(tensor.placement, Shard):
-            return tensor
-        # Memory of its own: the job may change its argument in place, but the script's batch is another tensor.
-        return DividedTensor(tensor.local.clone(), tensor.placement, tuple(tensor.shape), self._view)
 
 
 def make_whole(value: Any) -> Any:
