@@ -89,6 +89,8 @@ class Effects:
         self._main_thread = threading.get_ident()
         self._is_over = False
         self._kinds: dict[str, str] = {}
+        self.exempt: list[str] = []
+        """Folders of libraries whose own doings are no effects, because rank 0 alone makes them work."""
         self.after_meeting: list[Callable[[], None]] = []
         """Called whenever all ranks have met."""
         os.register_at_fork(after_in_child=self.end)
@@ -159,11 +161,11 @@ class Effects:
         return True  # callbacks of the interpreter's end
 
     def find_kind(self, frame: FrameType) -> str:
-        """Return whose code a frame runs: "script", "library" or "rankless"."""
+        """Return whose code a frame runs: "script", "library", or "rankless" for what is no effect."""
         file = frame.f_code.co_filename
         kind = self._kinds.get(file)
         if kind is None:
-            if file.startswith(PACKAGE_FOLDER):
+            if file.startswith((PACKAGE_FOLDER, *self.exempt)):
                 kind = "library" if file.startswith(TRANSPARENT) else "rankless"
             else:
                 kind = "library" if is_library(file) else "script"

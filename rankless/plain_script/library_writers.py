@@ -152,7 +152,8 @@ class LibraryWriters:
 
     def _patch_wandb(self, module: Any) -> None:
         """Let rank 0 alone have a run. The others have one that does nothing."""
-        start, log = module.init, module.log
+        start = module.init
+        self._effects.exempt.append(os.path.dirname(module.__file__) + os.sep)
 
         @functools.wraps(start)
         def init(*args: Any, **kwargs: Any) -> Any:
@@ -162,23 +163,11 @@ class LibraryWriters:
                 kwargs["mode"] = "disabled"
             self._effects.meet("wandb.init")
             run = self._finish_together(lambda: start(*args, **kwargs))
-            if "log" in dir(type(run)) and run is not None:
-                type(run).log = self._whole_log(type(run).log)
+            type(run).log = with_whole_values(type(run).log)
+            module.log = run.log  # as `wandb.init` does
             return run
 
-        module.init, module.log = init, self._whole_log(log)
-
-    def _whole_log(self, log: Callable[..., Any]) -> Callable[..., Any]:
-        if hasattr(log, "__wrapped__"):
-            return log
-
-        @functools.wraps(log)
-        def log_whole(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = take_whole_values(args), take_whole_values(kwargs)
-            with self._effects.alone():
-                return log(*args, **kwargs)
-
-        return log_whole
+        module.init = init
 
     def _patch_sqlite(self, module: Any) -> None:
         """Let other ranks than 0 work on a copy of a database."""
@@ -213,3 +202,16 @@ def take_whole_values(values: Any) -> Any:
         return type(values)(map(take_whole_values, values))
     logical = getattr(sys.modules.get("rankless.logical.tensor"), "DividedTensor", ())  # nothing here imports torch
     return values.whole().detach() if isinstance(values, logical) else values
+
+
+def with_whole_values(log: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that takes whole tensors in place of logical ones."""
+    if hasattr(log, "takes_whole_values"):
+        return log
+
+    @functools.wraps(log)
+    def log_whole(*args: Any, **kwargs: Any) -> Any:
+        return log(*take_whole_values(args), **take_whole_values(kwargs))
+
+    log_whole.takes_whole_values = True  # type: ignore[attr-defined]  # a mark
+    return log_whole

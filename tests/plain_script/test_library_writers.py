@@ -1,0 +1,85 @@
+"""Libraries that write by their own means, in a plain script in the logical view."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.jobs import job_environment
+from support.warm_runs import rankless, run_script
+
+SCRIPT = Path(__file__).with_name("writer_cases.py")
+WANDB = """
+import os, time
+
+class Run:
+    def __init__(self, mode):
+        self.mode = mode
+        if mode != "disabled":
+            os.makedirs("wandb_run", exist_ok=True)
+            self.file = open(f"wandb_run/{time.time_ns()}", "w")  # another name on each rank
+
+    def log(self, values, step=None):
+        if self.mode != "disabled":
+            print({name: round(float(value), 6) for name, value in values.items()}, step, file=self.file, flush=True)
+
+    def finish(self):
+        if self.mode != "disabled":
+            self.file.close()
+
+run = None
+
+def init(project=None, mode="online"):
+    global run, log, finish
+    run = Run(mode)
+    log, finish = run.log, run.finish
+    return run
+
+def log(values, step=None):
+    raise RuntimeError("call init first")
+"""
+USES_WANDB = """
+import torch, wandb
+from torch.utils.data import DataLoader, TensorDataset
+run = wandb.init(project="test")
+for step, (batch,) in enumerate(DataLoader(TensorDataset(torch.arange(14.0).reshape(14, 1)), batch_size=7)):
+    wandb.log({"mean": batch.mean()}, step=step)
+    run.log({"sum": batch.sum()})
+wandb.finish()
+print(open("after.txt", "w").write("done"))
+"""
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return the files of a folder, without times in their names."""
+    names = (str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    return sorted(name.partition(".out.")[0].partition("runs/No")[0] for name in names if not name.startswith("log/"))
+
+
+@pytest.mark.slow
+def test_values_of_divided_batches_are_written_once(tmp_path):
+    pytest.importorskip("tensorboard", reason="torch.utils.tensorboard needs it, and Rankless does not")
+    plain, logical = tmp_path / "plain", tmp_path / "logical"
+    plain.mkdir()
+    logical.mkdir()
+    done = rankless("run", "--logical", "-n", "2", "--quiet", str(SCRIPT), folder=logical)
+    assert done.returncode == 0, done.stderr
+    environment = job_environment({"OMP_NUM_THREADS": "1"})
+    command = [sys.executable, str(SCRIPT)]
+    wanted = subprocess.run(command, cwd=plain, env=environment, capture_output=True, text=True, check=True)
+    printed = [[line for line in each.stdout.splitlines() if "events" not in line] for each in (done, wanted)]
+    assert printed[0] == printed[1]
+    assert list_files(logical) == list_files(plain)
+    for name in ("batch.safetensors", "batch.npy", "batch.pt"):
+        assert (logical / name).read_bytes() == (plain / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_rank_0_alone_has_a_run_of_wandb(tmp_path):
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "__init__.py").write_text(WANDB)
+    done = run_script(USES_WANDB, "--logical", "-n", "2", "--quiet", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (written,) = (tmp_path / "wandb_run").iterdir()
+    assert written.read_text() == "{'mean': 3.0} 0\n{'sum': 21.0} None\n{'mean': 10.0} 1\n{'sum': 70.0} None\n"
+    assert (tmp_path / "after.txt").read_text() == "done"
