@@ -1,4 +1,4 @@
-"""Make the pictures of the documentation: run the commands on the README's script, and render their output as SVG.
+"""Make the pictures of the documentation: run the commands on the README's scripts, and render their output as SVG.
 
     python docs/pictures/make_pictures.py [FOLDER]
 
@@ -33,7 +33,7 @@ PICTURES = {
         "rankless run -n 2 --seed 1 train.py",
         "rankless verify -n 2 --seed 1 train.py",
     ),
-    "program_table.svg": ("rankless plan -n 2 --seed 1 train.py",),
+    "program_table.svg": ("rankless plan -n 2 --seed 1 job.py",),
 }
 STABLE_TEXTS = (
     (re.compile(r"log/(latest|\d[\w.-]*)"), "log/latest"),
@@ -51,17 +51,23 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent, help="Folder for the pictures.")
     folder = parser.parse_args().folder
     with tempfile.TemporaryDirectory() as work:
-        (Path(work) / "train.py").write_text(read_example())
+        for name, script in read_examples().items():
+            (Path(work) / name).write_text(script)
         for name, commands in PICTURES.items():
             lines = [line for command in commands for line in record_command(command, Path(work))]
             (folder / name).write_text(render(lines, unique_id=name.removesuffix(".svg")))
 
 
-def read_example() -> str:
-    """Return the README's script as it is after the change that the README shows."""
-    found = re.search(r"^```diff\n(.*?)^```$", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
-    assert found is not None, "README.md has no diff"
-    return "".join(f"{line[1:]}\n" for line in found[1].splitlines() if not line.startswith("-"))
+def read_examples() -> dict[str, str]:
+    """Return the README's script, and that which is a job, as the guide changes it, by the names of their files."""
+    guide = (ROOT / "docs" / "guides" / "loop-to-job.md").read_text()
+    found = re.search(r"^```diff\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE)
+    assert found is not None, "the guide has no diff"
+    lines = found[1].splitlines()
+    return {
+        name: "".join(f"{line[1:]}\n" for line in lines if not line.startswith(removed))
+        for name, removed in (("train.py", "+"), ("job.py", "-"))
+    }
 
 
 def record_command(command: str, folder: Path) -> list[str]:

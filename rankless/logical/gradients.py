@@ -83,8 +83,8 @@ class LogicalBackward:
             (torch.autograd, "backward", self.backward),
             (torch.autograd, "grad", offer_to_modes(self.grad)),
             (Tensor, "register_hook", offer_to_modes(self._register_hook())),
-            (torch.autograd.Function, "apply", classmethod(apply_to_whole)),
-            (apis, "vmap_impl", map_whole),
+            (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
+            (apis, "vmap_impl", self._run_whole(VMAP)),
             (BackwardHook, "__init__", self._make_module_hooks()),
         ]
         HANDLERS[Tensor.backward] = self._backward_of
@@ -219,6 +219,18 @@ class LogicalBackward:
 
         return initialize
 
+    def _run_whole(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of PyTorch that runs a function of the script, which then gets whole values."""
+
+        def run_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            if any(isinstance(leaf, DividedTensor) for leaf in leaves):
+                self._view.notify_whole(function)
+                args, kwargs = pytree.tree_unflatten(map(take_whole, leaves), spec)
+            return run(function, *args, **kwargs)
+
+        return run_whole
+
     def _register_hook(self) -> Callable[..., Any]:
         """Return `Tensor.register_hook` for plain tensors: the hook sees and changes whole gradients."""
         axis = self._view.axis
@@ -251,19 +263,6 @@ def offer_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs)
 
     return run
-
-
-def apply_to_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `torch.autograd.Function.apply`, whose forward pass is the script's own, on whole values."""
-    return APPLY(function, *map(take_whole, args), **kwargs)
-
-
-def map_whole(
-    function: Any, in_dims: Any, out_dims: Any, randomness: str, chunk_size: Any, *args: Any, **kw: Any
-) -> Any:
-    """Run `torch.vmap` on whole values."""
-    args, kw = pytree.tree_map_only(DividedTensor, DividedTensor.whole, (args, kw))
-    return VMAP(function, in_dims, out_dims, randomness, chunk_size, *args, **kw)
 
 
 def as_list(tensors: Any) -> list[Any]:

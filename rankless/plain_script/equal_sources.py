@@ -21,9 +21,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from types import FrameType
-from typing import Any
+from typing import Any, SupportsIndex
 
 from rankless.plain_script.effects import Effects, replace_everywhere
 
@@ -137,7 +137,7 @@ class EqualSources:
 
         def seed(*args: Any, **kwargs: Any) -> Any:
             given = args[0] if args else next(iter(kwargs.values()), None)
-            if given is not None:
+            if isinstance(given, SupportsIndex | Sized | float):  # not a generator, which has its state already
                 self.note(given, what)
             return function(*args, **kwargs)
 

@@ -18,7 +18,8 @@ def python_files(*folders: str) -> list[Path]:
 def is_a_users(file: Path) -> bool:
     """Whether a file is written as a user would, whose style is not ours to rule."""
     folders = (ROOT / "tests" / "scripts", ROOT / "tests" / "logical" / "scripts")
-    return file.parent in folders and not file.name.startswith("test_")
+    is_peer = file.parent.parent == ROOT / "tests" / "logical" / "peers"
+    return (file.parent in folders or is_peer) and not file.name.startswith("test_")
 
 
 @functools.cache

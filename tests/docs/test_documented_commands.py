@@ -53,9 +53,10 @@ def changed_script(diff: str) -> str:
     return "".join(line[1:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
 
 
-# A block that begins with a file's name is a script that commands of the pages may run. A diff stands for its result.
+# A block that begins with a file's name is a script that commands of the pages may run. The guide's diff stands for its
+# result.
 TEXTS = [body for page in PAGES for body in blocks(page, "python")]
-TEXTS += [changed_script(body) for body in blocks(ROOT / "README.md", "diff")]
+TEXTS += [changed_script(body) for body in blocks(ROOT / "docs/guides/loop-to-job.md", "diff")]
 SCRIPTS = [(found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body))]
 DIRECTIVES = {"{toctree}", "{include}", "{eval-rst}", "{command-reference}", "{error-catalogue}"}
 

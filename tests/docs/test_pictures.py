@@ -11,7 +11,7 @@ import pytest
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 EXPECTED = {
     "terminal.svg": ("rankless run -n 2", "rankless verify -n 2", "same training: "),
-    "program_table.svg": ("rankless plan -n 2", "train job train (train.py:", "data moved per call", "all_reduce"),
+    "program_table.svg": ("rankless plan -n 2", "train job train (job.py:", "data moved per call", "all_reduce"),
 }
 
 

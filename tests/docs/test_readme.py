@@ -11,10 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CHINESE = ROOT / "README.zh-CN.md"
+GUIDE = ROOT / "docs/guides/loop-to-job.md"
 
 
-def diff_of(page: Path) -> str:
-    found = re.search(r"^```diff\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+def first_block(page: Path, language: str) -> str:
+    found = re.search(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
     assert found
     return found[1]
 
@@ -41,8 +42,14 @@ def test_the_readme_has_at_most_700_words_and_two_pictures():
     assert all((ROOT / picture).is_file() for picture in pictures)
 
 
+def test_the_diffs_of_the_readme_and_of_the_guide_are_of_the_script_of_the_readme():
+    diff = first_block(GUIDE, "diff")
+    assert without(diff, "+") == first_block(README, "python")
+    assert first_block(README, "diff") in diff
+
+
 def test_the_chinese_readme_has_the_same_example_commands_and_pictures():
-    blocks = re.compile(r"^```(?:diff|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+    blocks = re.compile(r"^```(?:python|diff|text)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
     assert blocks.findall(README.read_text()) == blocks.findall(CHINESE.read_text())
     commands = re.compile(r"^((?:rankless|python|make) .*?)  +#", re.MULTILINE)
     assert commands.findall(README.read_text()) == commands.findall(CHINESE.read_text())
@@ -72,13 +79,15 @@ def test_a_chinese_guide_has_the_code_and_the_options_of_the_english_one(page: s
 @pytest.mark.parametrize(
     "workers", [pytest.param(workers, marks=[] if workers == 2 else pytest.mark.exhaustive) for workers in (1, 2, 3, 4)]
 )
-def test_the_readme_example_prints_the_same_numbers_on_every_run_and_with_every_n(workers: int, tmp_path: Path):
-    (tmp_path / "plain.py").write_text(without(diff_of(README), "+"))
-    (tmp_path / "train.py").write_text(without(diff_of(README), "-"))
-    plain = losses(tmp_path, sys.executable, "plain.py")
+def test_the_readme_examples_print_the_same_numbers_on_every_run_and_with_every_n(workers: int, tmp_path: Path):
+    diff = first_block(GUIDE, "diff")
+    (tmp_path / "train.py").write_text(without(diff, "+"))
+    (tmp_path / "job.py").write_text(without(diff, "-"))
+    plain = losses(tmp_path, sys.executable, "train.py")
     assert len(plain) == 3
-    assert losses(tmp_path, sys.executable, "train.py") == plain
-    assert losses(tmp_path, "rankless", "run", "--no-progress", "-n", str(workers), "train.py") == plain
+    assert losses(tmp_path, sys.executable, "job.py") == plain
+    for script in ("train.py", "job.py"):
+        assert losses(tmp_path, "rankless", "run", "--no-progress", "-n", str(workers), script) == plain
 
 
 def test_the_architecture_page_has_at_most_1200_words_and_names_files_that_exist():
