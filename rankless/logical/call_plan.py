@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from rankless.compiler.codegen.codegen import generate_function
 from rankless.compiler.ir import custom_ops
@@ -26,7 +27,15 @@ from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
-from rankless.logical.call_trace import CallArguments, ChangesArguments, TracedCall, trace_call
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes
+from rankless.logical.call_trace import (
+    CallArguments,
+    ChangedArgument,
+    ChangesArguments,
+    PlainLeaf,
+    TracedCall,
+    trace_call,
+)
 from rankless.logical.moves import find_gradient_placement, put_among_zeros
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape
@@ -40,6 +49,23 @@ class CannotDivide(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogicalCall:
+    """A call of a function on logical values.
+
+    Attributes:
+        function: The function.
+        modes: PyTorch's modes, on which its trace depends.
+        arguments: Its arguments, with the logical shapes of tensors.
+        placements: Those of the tensor arguments.
+    """
+
+    function: Callable[..., Any]
+    modes: Any
+    arguments: CallArguments
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallPlan:
     """How a call runs on local tensors; see Note [plans of calls].
 
@@ -47,7 +73,8 @@ class CallPlan:
         kind: The kind of plan.
         placements: Those of the tensors of the result, then of `changed`.
         shapes: Their logical shapes.
-        traced: The call.
+        leaves: What the function returns: None for each tensor that is no argument.
+        structure: What puts these together.
         changed: The tensor arguments, by number, that get new values. In a direct plan the function changes them.
         gathered: The tensor arguments, by number, that must be whole first.
         inputs: The tensor arguments that `forward` takes, by number.
@@ -60,7 +87,8 @@ class CallPlan:
     kind: Literal["direct", "generated", "pair"]
     placements: tuple[Placement, ...]
     shapes: tuple[tuple[int, ...], ...]
-    traced: TracedCall
+    leaves: tuple[ChangedArgument | PlainLeaf | None, ...]
+    structure: pytree.TreeSpec
     changed: tuple[int, ...] = ()
     gathered: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
@@ -141,6 +169,9 @@ class CallLowering(LoweringPass):
 class LoweredCall:
     """A call's program for one rank, and the placements of its results and of the new values of arguments."""
 
+    call: LogicalCall
+    changed: tuple[int, ...]
+    """The arguments whose new values are results."""
     traced: TracedCall
     local: LocalGraph
     given: tuple[Placement, ...]
@@ -150,55 +181,31 @@ class LoweredCall:
     placements: tuple[Placement, ...]
 
 
-def make_plan(
-    function: Callable[..., Any], arguments: CallArguments, placements: Sequence[Placement], mesh: Mesh
-) -> CallPlan:
-    """Return the plan of a call.
+def lower_call(call: LogicalCall, mesh: Mesh, sizes: SymbolicSizes | None = None) -> LoweredCall:
+    """Return the program of a call for the rank of a mesh.
 
     Args:
-        function: The function.
-        arguments: Its arguments, with the logical shapes of tensors.
-        placements: Those of the tensor arguments.
+        call: The call.
         mesh: The ranks. It has one axis.
+        sizes: Created the symbols in the call, if there are any.
 
     Raises:
         CannotDivide: The call must run on whole values.
     """
     try:
         try:
-            changed: list[int] = []
-            lowered = lower_call(function, arguments, placements, mesh, changed)
+            return lower_changing_call(call, (), mesh, sizes)
         except ChangesArguments as found:
-            changed = list(found.numbers)
-            lowered = lower_call(function, arguments, placements, mesh, changed)
+            return lower_changing_call(call, found.numbers, mesh, sizes)
     except Exception as error:  # foreign code ran: PyTorch raises its own errors, of many types, in a trace
         raise CannotDivide from error
-    parts = split_program(lowered)
-    plan = CallPlan(
-        kind="pair",
-        placements=lowered.placements,
-        shapes=list_shapes(lowered.traced, changed),
-        traced=lowered.traced,
-        changed=tuple(changed),
-        gathered=lowered.gathered,
-        inputs=tuple(described.index for _, described in lowered.local.inputs if is_argument(described)),
-    )
-    if not parts.is_differentiable:
-        return add_programs(plan, parts)
-    if is_same_on_parts(function, arguments, lowered, mesh, changed, parts):
-        return replace(plan, kind="direct")
-    return replace(plan, kind="generated", forward=generate_function(parts.write(parts.results)))
 
 
-def lower_call(
-    function: Callable[..., Any],
-    arguments: CallArguments,
-    placements: Sequence[Placement],
-    mesh: Mesh,
-    changed: Sequence[int],
+def lower_changing_call(
+    call: LogicalCall, changed: tuple[int, ...], mesh: Mesh, sizes: SymbolicSizes | None
 ) -> LoweredCall:
-    """Return the program of a call for the rank of a mesh; `changed` are arguments whose new values are results."""
-    traced = trace_call(function, arguments, changed)
+    """Do the same; `changed` are arguments whose new values are results."""
+    traced, placements = trace_call(call.function, call.arguments, changed, sizes), call.placements
     given = find_taken_placements(traced, placements, mesh)
     # How results lie does not depend on their gradients.
     first = propagate(traced, given, {}, mesh)
@@ -216,12 +223,37 @@ def lower_call(
     ]
     local = CallLowering(propagate(traced, given, gradients, mesh), mesh, targets).lower_graph()
     return LoweredCall(
+        call=call,
+        changed=changed,
         traced=traced,
         local=local,
         given=tuple(given),
         gathered=tuple(number for number, item in enumerate(placements) if item != given[number]),
         placements=tuple(after),
     )
+
+
+def make_plan(parts: "ProgramParts", symbols: Sequence[str] = ()) -> CallPlan:
+    """Return the plan of a call: a pair, or what PyTorch's autograd differentiates.
+
+    Args:
+        parts: The program of the call.
+        symbols: The names of the symbols in it. The programs of the plan take their numbers first.
+    """
+    lowered = parts.lowered
+    plan = CallPlan(
+        kind="generated",
+        placements=lowered.placements,
+        shapes=list_shapes(lowered.traced, lowered.changed),
+        leaves=lowered.traced.result_leaves,
+        structure=lowered.traced.result_structure,
+        changed=lowered.changed,
+        gathered=lowered.gathered,
+        inputs=tuple(described.index for _, described in lowered.local.inputs if is_argument(described)),
+    )
+    if parts.is_differentiable:
+        return replace(plan, forward=generate_function(parts.write(parts.results), symbols))
+    return add_programs(plan, parts, symbols)
 
 
 def propagate(
@@ -362,17 +394,18 @@ def split_program(lowered: LoweredCall) -> ProgramParts:
     )
 
 
-def add_programs(plan: CallPlan, parts: ProgramParts) -> CallPlan:
+def add_programs(plan: CallPlan, parts: ProgramParts, symbols: Sequence[str]) -> CallPlan:
     """Return a pair with its programs."""
-    forward = generate_function(parts.write([*parts.results, *parts.kept]))
+    forward = generate_function(parts.write([*parts.results, *parts.kept]), symbols)
     backward = None
     if parts.returned:
         graph = write_graph([*parts.kept, *parts.gradients], parts.backward, list(parts.returned.values()))
-        backward = generate_function(graph)
+        backward = generate_function(graph, symbols)
     traced = parts.lowered.traced
     gradient_inputs = [described.index for _, described in parts.lowered.local.inputs if not is_argument(described)]
     return replace(
         plan,
+        kind="pair",
         forward=forward,
         backward=backward,
         differentiated=tuple(traced.differentiated[index - traced.arguments] for index in gradient_inputs),
@@ -394,22 +427,20 @@ def write_graph(inputs: Sequence[fx.Node], operators: Sequence[fx.Node], results
     return graph
 
 
-def is_same_on_parts(
-    function: Callable[..., Any],
-    arguments: CallArguments,
-    lowered: LoweredCall,
-    mesh: Mesh,
-    changed: Sequence[int],
-    parts: ProgramParts,
-) -> bool:
+def is_same_on_parts(parts: ProgramParts, mesh: Mesh, sizes: SymbolicSizes | None = None) -> bool:
     """Return whether a function's own program on the shapes of this rank's parts is the one that the rules made."""
-    kinds = [
-        replace(kind, shape=tuple(compute_local_shape(kind.shape, (placement,), [mesh.axes[0].rank])))
-        for kind, placement in zip(arguments.kinds, lowered.given, strict=True)
-    ]
-    whole: list[Placement] = [Replicate()] * len(kinds)
+    lowered, rank = parts.lowered, mesh.axes[0].rank
+    if not parts.is_differentiable:
+        return False
+    given = iter(lowered.given)
+    arguments = lowered.call.arguments.map(
+        lambda kind: replace(kind, shape=tuple(compute_local_shape(kind.shape, (next(given),), [rank]))),
+        lambda number: number,
+    )
+    whole = (Replicate(),) * len(lowered.given)
     try:
-        local = lower_call(function, arguments.with_kinds(kinds), whole, mesh, changed)
+        call = replace(lowered.call, arguments=arguments, placements=whole)
+        local = lower_changing_call(call, lowered.changed, mesh, sizes)
     except Exception:  # foreign code ran: the whole shape may stand among its arguments, as in a view
         return False
     return split_program(local).describe_forward() == parts.describe_forward()

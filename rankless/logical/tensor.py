@@ -19,13 +19,16 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import Agreement
-from rankless.logical.call_plan import CallPlan, CannotDivide, make_plan
+from rankless.logical.call_plan import CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical.moves import move_with_gradient
+from rankless.logical.plan_cache import PlanCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.user_code import caller_line
 
+AUTOCAST = ("cpu", "cuda")
+"""The types of devices for which autocast may be on."""
 CONTAINERS = (list, tuple, dict)
 DISPATCH_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 """The keys that PyTorch's dispatcher includes and excludes where no function runs."""
@@ -44,8 +47,7 @@ class LogicalView:
         self.mesh = mesh
         self.notify = notify
         self.agreement = Agreement(mesh)
-        self.plans: dict[Any, Any] = {}
-        """By signature without real numbers: a direct plan, or the plans by these numbers. None stands for no plan."""
+        self.plans = PlanCache(mesh, notify)
         self._notified_lines: set[str] = set()
 
     def notify_whole(self, function: Callable[..., Any]) -> None:
@@ -182,7 +184,7 @@ def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     for number, value in zip(plan.changed, values[count:], strict=True):
         change(tensors[number], value)
     remaining = iter(values[:count])
-    marked = [leaf for leaf in plan.traced.result_leaves if not isinstance(leaf, PlainLeaf)]
+    marked = [leaf for leaf in plan.leaves if not isinstance(leaf, PlainLeaf)]
     return rebuild(plan, [next(remaining) if leaf is None else parts[leaf.number] for leaf in marked], tensors, view)
 
 
@@ -220,57 +222,44 @@ def refresh_all(tensors: Sequence[Tensor]) -> LogicalView:
 
 def look_up(function: Callable[..., Any], leaves: Sequence[Any], structure: Any, view: LogicalView) -> CallPlan | None:
     """Return the plan of a call; None if it runs on whole values."""
-    modes = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled())
+    modes = get_modes()
+    signature = (function, modes, structure, *map(describe_leaf, leaves))
     try:
-        key = (function, modes, structure, *map(describe_leaf, leaves))
-        known = view.plans.get(key)
+        known = view.plans.recent.get(signature)
+        if known is not None or signature in view.plans.recent:
+            return known
     except TypeError:  # an argument has no hash
         return None
-    if isinstance(known, CallPlan):
-        return known
-    numbers = tuple(leaf for leaf in leaves if isinstance(leaf, float))
-    if known is None:
-        known = view.plans[key] = {}
-    if numbers not in known:
-        plan = known[numbers] = find_plan(function, leaves, structure, view)
-        # What runs the function itself is right for other real numbers too.
-        if plan is not None and plan.kind == "direct" and not plan.gathered:
-            view.plans[key] = plan
-    found: CallPlan | None = known[numbers]
-    return found
-
-
-def describe_leaf(leaf: Any) -> Any:
-    """Return what the plan of a call depends on in one argument; of a real number that it is one."""
-    kind = type(leaf)
-    if kind is DividedTensor:
-        local = leaf.local
-        layout = True if local.is_contiguous() else local.stride()
-        placement = leaf.placement
-        lengths = placement.lengths if isinstance(placement, Shard) else None
-        return leaf.logical_shape, placement, lengths, local.dtype, local.device, local.requires_grad, layout
-    if isinstance(leaf, Tensor):
-        layout = True if leaf.is_contiguous() else leaf.stride()
-        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, layout
-    if kind is slice:
-        return slice, leaf.start, leaf.stop, leaf.step
-    return (kind,) if kind is float else (kind, leaf)
-
-
-def find_plan(
-    function: Callable[..., Any], leaves: Sequence[Any], structure: Any, view: LogicalView
-) -> CallPlan | None:
-    """Return a new plan for a call; None if the rules cannot divide it."""
     args, kwargs = fill(leaves, structure, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
     flat, spec = pytree.tree_flatten((tuple(args), kwargs))
     arguments = CallArguments(
         leaves=tuple(make_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat), structure=spec
     )
-    placements = [getattr(leaf, "placement", Replicate()) for leaf in flat if isinstance(leaf, Tensor)]
-    try:
-        return make_plan(function, arguments, placements, view.mesh)
-    except CannotDivide:
-        return None
+    placements = tuple(getattr(leaf, "placement", Replicate()) for leaf in flat if isinstance(leaf, Tensor))
+    call = LogicalCall(function=function, modes=modes, arguments=arguments, placements=placements)
+    return view.plans.find(signature, call)
+
+
+def get_modes() -> Any:
+    """Return PyTorch's modes on which a trace depends."""
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
+
+
+def describe_leaf(leaf: Any) -> Any:
+    """Return what the plan of a call depends on in one argument."""
+    kind = type(leaf)
+    if kind is DividedTensor:
+        local, placement = leaf.local, leaf.placement
+        lengths = placement.lengths if isinstance(placement, Shard) else None
+        return leaf.logical_shape, placement, lengths, local.dtype, local.device, local.requires_grad, local.stride()
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride()
+    if kind is slice:
+        return slice, *map(describe_leaf, (leaf.start, leaf.stop, leaf.step))
+    return kind, leaf
 
 
 def make_kind(tensor: Tensor) -> TensorKind:
@@ -323,10 +312,9 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
         tensors: The tensor arguments.
         view: The ranks.
     """
-    traced = plan.traced
     remaining, numbers = iter(results), iter(range(len(plan.placements)))
     leaves = []
-    for leaf in traced.result_leaves:
+    for leaf in plan.leaves:
         if isinstance(leaf, ChangedArgument):
             next(remaining)
             tensor = tensors[leaf.number]
@@ -338,9 +326,9 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
             leaves.append(wrap(result, plan.placements[number], plan.shapes[number], tensors, view))
         else:
             leaves.append(leaf.value)
-    if len(leaves) == 1 and traced.result_structure.is_leaf():
+    if len(leaves) == 1 and plan.structure.is_leaf():
         return leaves[0]
-    return pytree.tree_unflatten(leaves, traced.result_structure)
+    return pytree.tree_unflatten(leaves, plan.structure)
 
 
 def wrap(
