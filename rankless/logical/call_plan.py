@@ -12,7 +12,8 @@ A function that the rules cannot divide has no plan. It runs on whole values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import getitem
 from typing import Any, Literal
 
@@ -37,6 +38,7 @@ from rankless.logical.call_trace import (
     trace_call,
 )
 from rankless.logical.moves import find_gradient_placement, put_among_zeros
+from rankless.logical.second_gradients import GradientCall, find_draws, make_gradient_call, write_graph
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape
 
@@ -82,6 +84,8 @@ class CallPlan:
         backward: In a pair, takes what `forward` has kept and the gradients of `differentiated`.
         differentiated: The results whose gradients `backward` takes, in order.
         gradients: The tensor arguments whose gradients `backward` returns, in order.
+        again: Computes these so that they can be differentiated again.
+        layouts: Those of the results that are known, by number.
     """
 
     kind: Literal["direct", "generated", "pair"]
@@ -96,14 +100,26 @@ class CallPlan:
     backward: Callable[..., Sequence[Any]] | None = None
     differentiated: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    again: GradientCall | None = None
+    layouts: dict[int, Any] = field(default_factory=dict)
 
-    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return this rank's parts of the results and new values, from the parts of all tensor arguments."""
+    @cached_property
+    def is_one_tensor(self) -> bool:
+        """Whether the function returns one tensor, which is no argument."""
+        return self.leaves == (None,) and self.structure.is_leaf()
+
+    def run(self, tensors: Sequence[Tensor], differentiate: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return this rank's parts of the results and new values.
+
+        Args:
+            tensors: Its parts of all tensor arguments.
+            differentiate: Returns gradients that can be differentiated again, from what `again` takes.
+        """
         assert self.forward is not None, self.kind
         with torch._C._DisableAutocast():  # the trace has its casts
             if self.kind == "generated":
                 return self.forward(*[tensors[place] for place in self.inputs])
-            found: Sequence[Tensor] = ProgramPair.apply(self, *tensors)  # type: ignore[no-untyped-call]
+            found: Sequence[Tensor] = ProgramPair.apply(self, differentiate, *tensors)  # type: ignore[no-untyped-call]
             return found
 
 
@@ -111,15 +127,18 @@ class ProgramPair(torch.autograd.Function):
     """The programs of a plan, forward and backward, as one function of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, plan: CallPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, plan: CallPlan, differentiate: Callable[..., Sequence[Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Run the forward program, and keep what the backward program needs."""
         assert plan.forward is not None
         with torch._C._AutoDispatchBelowAutograd():
             found = plan.forward(*[tensors[place] for place in plan.inputs])
         results, kept = found[: len(plan.placements)], found[len(plan.placements) :]
-        ctx.plan, ctx.arguments = plan, len(tensors)
+        ctx.plan, ctx.differentiate, ctx.arguments = plan, differentiate, len(tensors)
         ctx.kept = [None if isinstance(value, Tensor) else value for value in kept]
-        ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
+        given_again = () if plan.again is None else (tensors[place] for place in plan.again.arguments)
+        ctx.save_for_backward(*given_again, *(value for value in kept if isinstance(value, Tensor)))
         # A result that is an argument gets a tensor of its own, because autograd takes it for a change in place.
         given = {id(tensor) for tensor in tensors}
         results = tuple(value.view_as(value) if id(value) in given else value for value in results)
@@ -128,19 +147,39 @@ class ProgramPair(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the backward program."""
-        plan: CallPlan = ctx.plan
-        found: list[Tensor | None] = [None] * ctx.arguments
-        if plan.backward is not None:
-            saved = iter(ctx.saved_tensors)
-            kept = [next(saved) if value is None else value for value in ctx.kept]
-            with torch._C._AutoDispatchBelowAutograd():
-                computed = plan.backward(*kept, *(gradients[place] for place in plan.differentiated))
-            for place, value in zip(plan.gradients, computed, strict=True):
-                found[place] = value
-        return None, *found
+        """Return the gradients of the arguments."""
+        again = ctx.plan.again
+        if not torch.is_grad_enabled():
+            return run_backward(ctx, *gradients)
+        if again is None:
+            found: tuple[Tensor | None, ...] = once_differentiable(run_backward)(ctx, *gradients)
+            return found
+        values = [*ctx.saved_tensors[: len(again.arguments)], *(get_kept(ctx)[place] for place in again.kept)]
+        return place_gradients(ctx, ctx.differentiate(values, [gradients[place] for place in ctx.plan.differentiated]))
+
+
+def run_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a pair's arguments by its backward program."""
+    plan: CallPlan = ctx.plan
+    if plan.backward is None:
+        return place_gradients(ctx, ())
+    with torch._C._AutoDispatchBelowAutograd():
+        return place_gradients(ctx, plan.backward(*get_kept(ctx), *(gradients[place] for place in plan.differentiated)))
+
+
+def get_kept(ctx: Any) -> list[Any]:
+    """Return what the backward program of a pair takes from the forward pass."""
+    saved = iter(ctx.saved_tensors[0 if ctx.plan.again is None else len(ctx.plan.again.arguments) :])
+    return [next(saved) if value is None else value for value in ctx.kept]
+
+
+def place_gradients(ctx: Any, computed: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all arguments of a pair's function of autograd."""
+    found: list[Tensor | None] = [None] * ctx.arguments
+    for place, value in zip(ctx.plan.gradients, computed, strict=True):
+        found[place] = value
+    return None, None, *found
 
 
 class CallLowering(LoweringPass):
@@ -174,6 +213,8 @@ class LoweredCall:
     """The arguments whose new values are results."""
     traced: TracedCall
     local: LocalGraph
+    draws: Mapping[fx.Node, tuple[Placement, fx.Node]]
+    """Random numbers in `traced`: how they lie, and this rank's part."""
     given: tuple[Placement, ...]
     """The placements in which it takes the arguments."""
     gathered: tuple[int, ...]
@@ -221,12 +262,18 @@ def lower_changing_call(
         else find_gradient_placement(given[number])
         for role, number in traced.roles
     ]
-    local = CallLowering(propagate(traced, given, gradients, mesh), mesh, targets).lower_graph()
+    lowering = CallLowering(propagate(traced, given, gradients, mesh), mesh, targets)
+    local = lowering.lower_graph()
     return LoweredCall(
         call=call,
         changed=changed,
         traced=traced,
         local=local,
+        draws={
+            node: (sharding[0], part)
+            for node in find_draws(traced)
+            for sharding, part in list(lowering.values[node].items())[:1]
+        },
         given=tuple(given),
         gathered=tuple(number for number, item in enumerate(placements) if item != given[number]),
         placements=tuple(after),
@@ -382,6 +429,8 @@ def split_program(lowered: LoweredCall) -> ProgramParts:
     known = {*arguments, *forward}
     taken = [value for node in backward for value in node.all_input_nodes if value in known]
     taken += [node for node in returned.values() if node in known]
+    if returned:
+        taken += [part for _, part in lowered.draws.values()]
     return ProgramParts(
         lowered=lowered,
         forward=forward,
@@ -403,28 +452,19 @@ def add_programs(plan: CallPlan, parts: ProgramParts, symbols: Sequence[str]) ->
         backward = generate_function(graph, symbols)
     traced = parts.lowered.traced
     gradient_inputs = [described.index for _, described in parts.lowered.local.inputs if not is_argument(described)]
+    again = None
+    if parts.returned:
+        draws = {node: (item, parts.kept.index(part)) for node, (item, part) in parts.lowered.draws.items()}
+        again = make_gradient_call(traced, draws, symbols)
     return replace(
         plan,
         kind="pair",
+        again=again,
         forward=forward,
         backward=backward,
         differentiated=tuple(traced.differentiated[index - traced.arguments] for index in gradient_inputs),
         gradients=tuple(parts.returned),
     )
-
-
-def write_graph(inputs: Sequence[fx.Node], operators: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
-    """Return a graph of some operators of another one."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-    for node in operators:
-        copy = graph.create_node("call_function", node.target, name=node.name)
-        copy.args, copy.kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copy.meta = dict(node.meta)
-        copies[node] = copy
-    graph.output(tuple(copies[node] for node in results))
-    return graph
 
 
 def is_same_on_parts(parts: ProgramParts, mesh: Mesh, sizes: SymbolicSizes | None = None) -> bool:

@@ -39,6 +39,7 @@ from rankless.logical.call_plan import (
     split_program,
 )
 from rankless.logical.call_trace import TensorKind
+from rankless.logical.second_gradients import GradientCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Shard
 from rankless.records.encoding import encode_msgpack
@@ -90,14 +91,24 @@ class SymbolicPlan:
         if not self.holds(given):
             return None
         sizes = self.compute_sizes(given)
-        shapes = tuple(tuple(next(sizes) for _ in shape) for shape in self.plan.shapes)
-        placements = tuple(map_lengths(placement, lambda _: next(sizes)) for placement in self.plan.placements)
+        shapes, placements = take_sizes(self.plan, sizes)
         if self.holds_on_parts is not None and self.holds_on_parts(given):
-            return replace(self.plan, kind="direct", shapes=shapes, placements=placements)
-        forward, backward = (
-            None if run is None else partial(run, *given) for run in (self.plan.forward, self.plan.backward)
+            return replace(self.plan, kind="direct", shapes=shapes, placements=placements, layouts={})
+        again = self.plan.again
+        if again is not None:
+            shapes_of_draws, placements_of_draws = take_sizes(again, sizes)
+            again = replace(again, shapes=shapes_of_draws, placements=placements_of_draws, numbers=tuple(given))
+        programs = (self.plan.forward, self.plan.backward)
+        forward, backward = (None if run is None else partial(run, *given) for run in programs)
+        return replace(
+            self.plan,
+            shapes=shapes,
+            placements=placements,
+            forward=forward,
+            backward=backward,
+            again=again,
+            layouts={},
         )
-        return replace(self.plan, shapes=shapes, placements=placements, forward=forward, backward=backward)
 
 
 class CallFamily:
@@ -350,10 +361,23 @@ def create_number(number: Any, sizes: SymbolicSizes) -> Any:
     return made
 
 
+def take_sizes(
+    made: CallPlan | GradientCall, sizes: Iterator[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[Placement, ...]]:
+    """Return the shapes and placements of a plan with the next of some sizes, in the order of `list_sizes`."""
+    shapes = tuple(tuple(next(sizes) for _ in shape) for shape in made.shapes)
+    return shapes, tuple(map_lengths(placement, lambda _: next(sizes)) for placement in made.placements)
+
+
+def list_sizes(made: CallPlan | GradientCall) -> list[Any]:
+    """Return the sizes in shapes, then the lengths in placements."""
+    lengths = [length for item in made.placements if isinstance(item, Shard) for length in item.lengths]
+    return [size for shape in made.shapes for size in shape] + lengths
+
+
 def compile_sizes(plan: CallPlan, names: Sequence[str]) -> Callable[[Sequence[Any]], Iterator[int]]:
     """Return what computes the sizes of a plan's shapes, then the lengths of its placements."""
-    sizes: list[Any] = [size for shape in plan.shapes for size in shape]
-    sizes += [length for item in plan.placements if isinstance(item, Shard) for length in item.lengths]
+    sizes = list_sizes(plan) + ([] if plan.again is None else list_sizes(plan.again))
     texts = [format_expression(size) if is_symbolic(size) else repr(size) for size in sizes]
     code = compile(f"({''.join(f'{text}, ' for text in texts)})", "<rankless sizes>", "eval")
 

@@ -105,6 +105,25 @@ def penalize_gradients(batch: Tensor) -> Any:
     return loss, list_gradients(model)
 
 
+def train_wgan(batch: Tensor) -> Any:
+    torch.manual_seed(2)
+    critic = nn.Sequential(
+        *(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
+        *(nn.Linear(6, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 1)),
+    )
+    optimizer, losses = torch.optim.SGD(critic.parameters(), lr=0.01), []
+    for _ in range(2):
+        real = batch.detach().sin()  # rows at even distances have a norm of zero, where the gradient jumps
+        mixed = (real + torch.rand(real.size(0), 1) * (real.flip(0) - real)).requires_grad_()
+        optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        loss = critic(real).mean() + 10 * ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+        loss.backward()
+        losses.append((loss.item(), list_gradients(critic)))
+        optimizer.step()
+    return losses, list_values(critic)
+
+
 def clip(batch: Tensor) -> Any:
     model = make_linear(3)
     model(batch).square().mean().backward(retain_graph=True)
@@ -315,6 +334,7 @@ LOOPS: dict[str, Loop] = {
     "scaler": train_scaled,
     "accumulation": accumulate,
     "gradient penalty": penalize_gradients,
+    "wgan": train_wgan,
     "clipping": clip,
     "hooks of parameters": hook_parameters,
     "hooks of modules": hook_modules,
