@@ -155,7 +155,9 @@ class ProgramPair(torch.autograd.Function):
         if again is None:
             found: tuple[Tensor | None, ...] = once_differentiable(run_backward)(ctx, *gradients)
             return found
-        values = [*ctx.saved_tensors[: len(again.arguments)], *(get_kept(ctx)[place] for place in again.kept)]
+        saved = ctx.saved_tensors
+        kept = get_kept(ctx, saved)
+        values = [*saved[: len(again.arguments)], *(kept[place] for place in again.kept)]
         return place_gradients(ctx, ctx.differentiate(values, [gradients[place] for place in ctx.plan.differentiated]))
 
 
@@ -164,14 +166,15 @@ def run_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
     plan: CallPlan = ctx.plan
     if plan.backward is None:
         return place_gradients(ctx, ())
+    kept = get_kept(ctx, ctx.saved_tensors)  # a checkpoint computes it now
     with torch._C._AutoDispatchBelowAutograd():
-        return place_gradients(ctx, plan.backward(*get_kept(ctx), *(gradients[place] for place in plan.differentiated)))
+        return place_gradients(ctx, plan.backward(*kept, *(gradients[place] for place in plan.differentiated)))
 
 
-def get_kept(ctx: Any) -> list[Any]:
-    """Return what the backward program of a pair takes from the forward pass."""
-    saved = iter(ctx.saved_tensors[0 if ctx.plan.again is None else len(ctx.plan.again.arguments) :])
-    return [next(saved) if value is None else value for value in ctx.kept]
+def get_kept(ctx: Any, saved: Sequence[Tensor]) -> list[Any]:
+    """Return what the backward program of a pair takes from the forward pass, from its saved tensors."""
+    tensors = iter(saved[0 if ctx.plan.again is None else len(ctx.plan.again.arguments) :])
+    return [next(tensors) if value is None else value for value in ctx.kept]
 
 
 def place_gradients(ctx: Any, computed: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

@@ -72,7 +72,8 @@ class GradientCall:
         """The function, one object, by which its plan is found."""
         made: Any = partial(generate_function(self.graph, self.symbols), *self.numbers)
         made.__name__ = f"the gradient of {self.name}"
-        return made
+        function: Callable[..., Any] = made
+        return function
 
 
 def find_draws(traced: TracedCall) -> list[fx.Node]:
