@@ -108,6 +108,12 @@ class CallPlan:
         """Whether the function returns one tensor, which is no argument."""
         return self.leaves == (None,) and self.structure.is_leaf()
 
+    def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the forward program under PyTorch's autograd."""
+        assert self.forward is not None, self.kind
+        with torch._C._DisableAutocast():  # the trace has its casts
+            return self.forward(*[tensors[place] for place in self.inputs])
+
     def run(self, tensors: Sequence[Tensor], differentiate: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
         """Return this rank's parts of the results and new values.
 
@@ -115,10 +121,9 @@ class CallPlan:
             tensors: Its parts of all tensor arguments.
             differentiate: Returns gradients that can be differentiated again, from what `again` takes.
         """
-        assert self.forward is not None, self.kind
-        with torch._C._DisableAutocast():  # the trace has its casts
-            if self.kind == "generated":
-                return self.forward(*[tensors[place] for place in self.inputs])
+        if self.kind == "generated":
+            return self.run_forward(tensors)
+        with torch._C._DisableAutocast():
             found: Sequence[Tensor] = ProgramPair.apply(self, differentiate, *tensors)  # type: ignore[no-untyped-call]
             return found
 

@@ -24,7 +24,7 @@ from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Partial, Replicate
 
 POST_HOOK = Tensor.register_post_accumulate_grad_hook
-LEAF_NODE = type(torch.ones(1, requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LEAF_NODE: type = type(torch.ones(1, requires_grad=True, device="cpu").view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 """The class of the nodes at which gradients of leaves arrive."""
 
 

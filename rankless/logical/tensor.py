@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
@@ -198,6 +199,7 @@ class DividedTensor(Tensor):
             return call(func, args, kwargs or {}) if handler is None else handler(*args, **kwargs or {})
 
 
+UNKNOWN: Any = object()
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """Functions that are no operations on values: they describe a tensor, read it, or differentiate."""
 
@@ -243,6 +245,9 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
 def call_program(plan: CallPlan, tensors: Sequence[Tensor], view: LogicalView) -> Any:
     """Return the result of a call whose programs run in place of its function."""
     parts = [tensor.local if type(tensor) is DividedTensor else tensor for tensor in tensors]
+    if plan.kind == "generated" and plan.is_one_tensor:
+        (result,) = plan.run_forward(parts)
+        return wrap(plan, 0, result, tensors, view)
     for number in plan.changed:
         parts[number] = parts[number].clone()  # the change must not reach what the backward pass keeps
     layouts = [tensor.divided_as if type(tensor) is DividedTensor else None for tensor in tensors]
@@ -276,7 +281,7 @@ def describe(leaves: Iterable[Any], signature: list[Any], tensors: list[Tensor])
         elif kind is float or kind is int:
             signature += (kind, leaf)
             given.append(leaf)
-        elif isinstance(leaf, Tensor):
+        elif kind is Parameter or kind is Tensor or isinstance(leaf, Tensor):
             signature += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
             tensors.append(leaf)
             given.append(leaf)
@@ -446,15 +451,16 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
 
 def wrap(plan: CallPlan, number: int, result: Tensor, tensors: Sequence[Tensor], view: LogicalView) -> Tensor:
     """Return a result as a logical tensor; the argument itself if it is one, and a whole value as it is."""
-    placement = plan.placements[number]
-    if isinstance(placement, Replicate):
+    layout: DividedLayout | None = plan.layouts.get(number, UNKNOWN)
+    if layout is UNKNOWN:
+        placement = plan.placements[number]
+        is_whole = isinstance(placement, Replicate)
+        layout = plan.layouts[number] = None if is_whole else view.find_layout(result, placement, plan.shapes[number])
+    if layout is None:
         return result
     for tensor in tensors:
         if type(tensor) is DividedTensor and tensor.local is result:
             return tensor
-    layout = plan.layouts.get(number)
-    if layout is None:
-        layout = plan.layouts[number] = view.find_layout(result, placement, plan.shapes[number])
     return make_divided(result, layout)
 
 
