@@ -12,13 +12,15 @@ A function that the rules cannot divide has no plan. It runs on whole values.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import getitem
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
 
 from rankless.compiler.codegen.codegen import generate_function
 from rankless.compiler.ir import custom_ops
@@ -26,8 +28,17 @@ from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
-from rankless.logical.call_trace import CallArguments, ChangesArguments, TracedCall, trace_call
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes
+from rankless.logical.call_trace import (
+    CallArguments,
+    ChangedArgument,
+    ChangesArguments,
+    PlainLeaf,
+    TracedCall,
+    trace_call,
+)
 from rankless.logical.moves import find_gradient_placement, put_among_zeros
+from rankless.logical.second_gradients import GradientCall, find_draws, make_gradient_call, write_graph
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape
 
@@ -40,6 +51,23 @@ class CannotDivide(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LogicalCall:
+    """A call of a function on logical values.
+
+    Attributes:
+        function: The function.
+        modes: PyTorch's modes, on which its trace depends.
+        arguments: Its arguments, with the logical shapes of tensors.
+        placements: Those of the tensor arguments.
+    """
+
+    function: Callable[..., Any]
+    modes: Any
+    arguments: CallArguments
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class CallPlan:
     """How a call runs on local tensors; see Note [plans of calls].
 
@@ -47,7 +75,8 @@ class CallPlan:
         kind: The kind of plan.
         placements: Those of the tensors of the result, then of `changed`.
         shapes: Their logical shapes.
-        traced: The call.
+        leaves: What the function returns: None for each tensor that is no argument.
+        structure: What puts these together.
         changed: The tensor arguments, by number, that get new values. In a direct plan the function changes them.
         gathered: The tensor arguments, by number, that must be whole first.
         inputs: The tensor arguments that `forward` takes, by number.
@@ -55,12 +84,15 @@ class CallPlan:
         backward: In a pair, takes what `forward` has kept and the gradients of `differentiated`.
         differentiated: The results whose gradients `backward` takes, in order.
         gradients: The tensor arguments whose gradients `backward` returns, in order.
+        again: Computes these so that they can be differentiated again.
+        layouts: Those of the results that are known, by number.
     """
 
     kind: Literal["direct", "generated", "pair"]
     placements: tuple[Placement, ...]
     shapes: tuple[tuple[int, ...], ...]
-    traced: TracedCall
+    leaves: tuple[ChangedArgument | PlainLeaf | None, ...]
+    structure: pytree.TreeSpec
     changed: tuple[int, ...] = ()
     gathered: tuple[int, ...] = ()
     inputs: tuple[int, ...] = ()
@@ -68,14 +100,31 @@ class CallPlan:
     backward: Callable[..., Sequence[Any]] | None = None
     differentiated: tuple[int, ...] = ()
     gradients: tuple[int, ...] = ()
+    again: GradientCall | None = None
+    layouts: dict[int, Any] = field(default_factory=dict)
 
-    def run(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return this rank's parts of the results and new values, from the parts of all tensor arguments."""
+    @cached_property
+    def is_one_tensor(self) -> bool:
+        """Whether the function returns one tensor, which is no argument."""
+        return self.leaves == (None,) and self.structure.is_leaf()
+
+    def run_forward(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the forward program under PyTorch's autograd."""
         assert self.forward is not None, self.kind
         with torch._C._DisableAutocast():  # the trace has its casts
-            if self.kind == "generated":
-                return self.forward(*[tensors[place] for place in self.inputs])
-            found: Sequence[Tensor] = ProgramPair.apply(self, *tensors)  # type: ignore[no-untyped-call]
+            return self.forward(*[tensors[place] for place in self.inputs])
+
+    def run(self, tensors: Sequence[Tensor], differentiate: Callable[..., Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return this rank's parts of the results and new values.
+
+        Args:
+            tensors: Its parts of all tensor arguments.
+            differentiate: Returns gradients that can be differentiated again, from what `again` takes.
+        """
+        if self.kind == "generated":
+            return self.run_forward(tensors)
+        with torch._C._DisableAutocast():
+            found: Sequence[Tensor] = ProgramPair.apply(self, differentiate, *tensors)  # type: ignore[no-untyped-call]
             return found
 
 
@@ -83,15 +132,18 @@ class ProgramPair(torch.autograd.Function):
     """The programs of a plan, forward and backward, as one function of autograd."""
 
     @staticmethod
-    def forward(ctx: Any, plan: CallPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, plan: CallPlan, differentiate: Callable[..., Sequence[Tensor]], *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         """Run the forward program, and keep what the backward program needs."""
         assert plan.forward is not None
         with torch._C._AutoDispatchBelowAutograd():
             found = plan.forward(*[tensors[place] for place in plan.inputs])
         results, kept = found[: len(plan.placements)], found[len(plan.placements) :]
-        ctx.plan, ctx.arguments = plan, len(tensors)
+        ctx.plan, ctx.differentiate, ctx.arguments = plan, differentiate, len(tensors)
         ctx.kept = [None if isinstance(value, Tensor) else value for value in kept]
-        ctx.save_for_backward(*(value for value in kept if isinstance(value, Tensor)))
+        given_again = () if plan.again is None else (tensors[place] for place in plan.again.arguments)
+        ctx.save_for_backward(*given_again, *(value for value in kept if isinstance(value, Tensor)))
         # A result that is an argument gets a tensor of its own, because autograd takes it for a change in place.
         given = {id(tensor) for tensor in tensors}
         results = tuple(value.view_as(value) if id(value) in given else value for value in results)
@@ -100,19 +152,42 @@ class ProgramPair(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Run the backward program."""
-        plan: CallPlan = ctx.plan
-        found: list[Tensor | None] = [None] * ctx.arguments
-        if plan.backward is not None:
-            saved = iter(ctx.saved_tensors)
-            kept = [next(saved) if value is None else value for value in ctx.kept]
-            with torch._C._AutoDispatchBelowAutograd():
-                computed = plan.backward(*kept, *(gradients[place] for place in plan.differentiated))
-            for place, value in zip(plan.gradients, computed, strict=True):
-                found[place] = value
-        return None, *found
+        """Return the gradients of the arguments."""
+        again = ctx.plan.again
+        if not torch.is_grad_enabled():
+            return run_backward(ctx, *gradients)
+        if again is None:
+            found: tuple[Tensor | None, ...] = once_differentiable(run_backward)(ctx, *gradients)
+            return found
+        saved = ctx.saved_tensors
+        kept = get_kept(ctx, saved)
+        values = [*saved[: len(again.arguments)], *(kept[place] for place in again.kept)]
+        return place_gradients(ctx, ctx.differentiate(values, [gradients[place] for place in ctx.plan.differentiated]))
+
+
+def run_backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a pair's arguments by its backward program."""
+    plan: CallPlan = ctx.plan
+    if plan.backward is None:
+        return place_gradients(ctx, ())
+    kept = get_kept(ctx, ctx.saved_tensors)  # a checkpoint computes it now
+    with torch._C._AutoDispatchBelowAutograd():
+        return place_gradients(ctx, plan.backward(*kept, *(gradients[place] for place in plan.differentiated)))
+
+
+def get_kept(ctx: Any, saved: Sequence[Tensor]) -> list[Any]:
+    """Return what the backward program of a pair takes from the forward pass, from its saved tensors."""
+    tensors = iter(saved[0 if ctx.plan.again is None else len(ctx.plan.again.arguments) :])
+    return [next(tensors) if value is None else value for value in ctx.kept]
+
+
+def place_gradients(ctx: Any, computed: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all arguments of a pair's function of autograd."""
+    found: list[Tensor | None] = [None] * ctx.arguments
+    for place, value in zip(ctx.plan.gradients, computed, strict=True):
+        found[place] = value
+    return None, None, *found
 
 
 class CallLowering(LoweringPass):
@@ -141,8 +216,13 @@ class CallLowering(LoweringPass):
 class LoweredCall:
     """A call's program for one rank, and the placements of its results and of the new values of arguments."""
 
+    call: LogicalCall
+    changed: tuple[int, ...]
+    """The arguments whose new values are results."""
     traced: TracedCall
     local: LocalGraph
+    draws: Mapping[fx.Node, tuple[Placement, fx.Node]]
+    """Random numbers in `traced`: how they lie, and this rank's part."""
     given: tuple[Placement, ...]
     """The placements in which it takes the arguments."""
     gathered: tuple[int, ...]
@@ -150,55 +230,31 @@ class LoweredCall:
     placements: tuple[Placement, ...]
 
 
-def make_plan(
-    function: Callable[..., Any], arguments: CallArguments, placements: Sequence[Placement], mesh: Mesh
-) -> CallPlan:
-    """Return the plan of a call.
+def lower_call(call: LogicalCall, mesh: Mesh, sizes: SymbolicSizes | None = None) -> LoweredCall:
+    """Return the program of a call for the rank of a mesh.
 
     Args:
-        function: The function.
-        arguments: Its arguments, with the logical shapes of tensors.
-        placements: Those of the tensor arguments.
+        call: The call.
         mesh: The ranks. It has one axis.
+        sizes: Created the symbols in the call, if there are any.
 
     Raises:
         CannotDivide: The call must run on whole values.
     """
     try:
         try:
-            changed: list[int] = []
-            lowered = lower_call(function, arguments, placements, mesh, changed)
+            return lower_changing_call(call, (), mesh, sizes)
         except ChangesArguments as found:
-            changed = list(found.numbers)
-            lowered = lower_call(function, arguments, placements, mesh, changed)
+            return lower_changing_call(call, found.numbers, mesh, sizes)
     except Exception as error:  # foreign code ran: PyTorch raises its own errors, of many types, in a trace
         raise CannotDivide from error
-    parts = split_program(lowered)
-    plan = CallPlan(
-        kind="pair",
-        placements=lowered.placements,
-        shapes=list_shapes(lowered.traced, changed),
-        traced=lowered.traced,
-        changed=tuple(changed),
-        gathered=lowered.gathered,
-        inputs=tuple(described.index for _, described in lowered.local.inputs if is_argument(described)),
-    )
-    if not parts.is_differentiable:
-        return add_programs(plan, parts)
-    if is_same_on_parts(function, arguments, lowered, mesh, changed, parts):
-        return replace(plan, kind="direct")
-    return replace(plan, kind="generated", forward=generate_function(parts.write(parts.results)))
 
 
-def lower_call(
-    function: Callable[..., Any],
-    arguments: CallArguments,
-    placements: Sequence[Placement],
-    mesh: Mesh,
-    changed: Sequence[int],
+def lower_changing_call(
+    call: LogicalCall, changed: tuple[int, ...], mesh: Mesh, sizes: SymbolicSizes | None
 ) -> LoweredCall:
-    """Return the program of a call for the rank of a mesh; `changed` are arguments whose new values are results."""
-    traced = trace_call(function, arguments, changed)
+    """Do the same; `changed` are arguments whose new values are results."""
+    traced, placements = trace_call(call.function, call.arguments, changed, sizes), call.placements
     given = find_taken_placements(traced, placements, mesh)
     # How results lie does not depend on their gradients.
     first = propagate(traced, given, {}, mesh)
@@ -214,14 +270,45 @@ def lower_call(
         else find_gradient_placement(given[number])
         for role, number in traced.roles
     ]
-    local = CallLowering(propagate(traced, given, gradients, mesh), mesh, targets).lower_graph()
+    lowering = CallLowering(propagate(traced, given, gradients, mesh), mesh, targets)
+    local = lowering.lower_graph()
     return LoweredCall(
+        call=call,
+        changed=changed,
         traced=traced,
         local=local,
+        draws={
+            node: (sharding[0], part)
+            for node in find_draws(traced)
+            for sharding, part in list(lowering.values[node].items())[:1]
+        },
         given=tuple(given),
         gathered=tuple(number for number, item in enumerate(placements) if item != given[number]),
         placements=tuple(after),
     )
+
+
+def make_plan(parts: "ProgramParts", symbols: Sequence[str] = ()) -> CallPlan:
+    """Return the plan of a call: a pair, or what PyTorch's autograd differentiates.
+
+    Args:
+        parts: The program of the call.
+        symbols: The names of the symbols in it. The programs of the plan take their numbers first.
+    """
+    lowered = parts.lowered
+    plan = CallPlan(
+        kind="generated",
+        placements=lowered.placements,
+        shapes=list_shapes(lowered.traced, lowered.changed),
+        leaves=lowered.traced.result_leaves,
+        structure=lowered.traced.result_structure,
+        changed=lowered.changed,
+        gathered=lowered.gathered,
+        inputs=tuple(described.index for _, described in lowered.local.inputs if is_argument(described)),
+    )
+    if parts.is_differentiable:
+        return replace(plan, forward=generate_function(parts.write(parts.results), symbols))
+    return add_programs(plan, parts, symbols)
 
 
 def propagate(
@@ -350,6 +437,8 @@ def split_program(lowered: LoweredCall) -> ProgramParts:
     known = {*arguments, *forward}
     taken = [value for node in backward for value in node.all_input_nodes if value in known]
     taken += [node for node in returned.values() if node in known]
+    if returned:
+        taken += [part for _, part in lowered.draws.values()]
     return ProgramParts(
         lowered=lowered,
         forward=forward,
@@ -362,17 +451,23 @@ def split_program(lowered: LoweredCall) -> ProgramParts:
     )
 
 
-def add_programs(plan: CallPlan, parts: ProgramParts) -> CallPlan:
+def add_programs(plan: CallPlan, parts: ProgramParts, symbols: Sequence[str]) -> CallPlan:
     """Return a pair with its programs."""
-    forward = generate_function(parts.write([*parts.results, *parts.kept]))
+    forward = generate_function(parts.write([*parts.results, *parts.kept]), symbols)
     backward = None
     if parts.returned:
         graph = write_graph([*parts.kept, *parts.gradients], parts.backward, list(parts.returned.values()))
-        backward = generate_function(graph)
+        backward = generate_function(graph, symbols)
     traced = parts.lowered.traced
     gradient_inputs = [described.index for _, described in parts.lowered.local.inputs if not is_argument(described)]
+    again = None
+    if parts.returned:
+        draws = {node: (item, parts.kept.index(part)) for node, (item, part) in parts.lowered.draws.items()}
+        again = make_gradient_call(traced, draws, symbols)
     return replace(
         plan,
+        kind="pair",
+        again=again,
         forward=forward,
         backward=backward,
         differentiated=tuple(traced.differentiated[index - traced.arguments] for index in gradient_inputs),
@@ -380,36 +475,20 @@ def add_programs(plan: CallPlan, parts: ProgramParts) -> CallPlan:
     )
 
 
-def write_graph(inputs: Sequence[fx.Node], operators: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
-    """Return a graph of some operators of another one."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in inputs:
-        copies[node] = graph.placeholder(node.name)
-    for node in operators:
-        copy = graph.create_node("call_function", node.target, name=node.name)
-        copy.args, copy.kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
-        copy.meta = dict(node.meta)
-        copies[node] = copy
-    graph.output(tuple(copies[node] for node in results))
-    return graph
-
-
-def is_same_on_parts(
-    function: Callable[..., Any],
-    arguments: CallArguments,
-    lowered: LoweredCall,
-    mesh: Mesh,
-    changed: Sequence[int],
-    parts: ProgramParts,
-) -> bool:
+def is_same_on_parts(parts: ProgramParts, mesh: Mesh, sizes: SymbolicSizes | None = None) -> bool:
     """Return whether a function's own program on the shapes of this rank's parts is the one that the rules made."""
-    kinds = [
-        replace(kind, shape=tuple(compute_local_shape(kind.shape, (placement,), [mesh.axes[0].rank])))
-        for kind, placement in zip(arguments.kinds, lowered.given, strict=True)
-    ]
-    whole: list[Placement] = [Replicate()] * len(kinds)
+    lowered, rank = parts.lowered, mesh.axes[0].rank
+    if not parts.is_differentiable:
+        return False
+    given = iter(lowered.given)
+    arguments = lowered.call.arguments.map(
+        lambda kind: replace(kind, shape=tuple(compute_local_shape(kind.shape, (next(given),), [rank]))),
+        lambda number: number,
+    )
+    whole = (Replicate(),) * len(lowered.given)
     try:
-        local = lower_call(function, arguments.with_kinds(kinds), whole, mesh, changed)
+        call = replace(lowered.call, arguments=arguments, placements=whole)
+        local = lower_changing_call(call, lowered.changed, mesh, sizes)
     except Exception:  # foreign code ran: the whole shape may stand among its arguments, as in a view
         return False
     return split_program(local).describe_forward() == parts.describe_forward()

@@ -39,6 +39,7 @@ from rankless.compiler.ir.logical_program import (
 )
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.replaced_functions import average_with_tensors, take_paths_of_plain_run
+from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, is_symbolic
 
 
 class TraceState(threading.local):
@@ -48,6 +49,8 @@ class TraceState(threading.local):
 
 
 TRACE_STATE = TraceState()
+
+NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 OutputRole = Literal["result", "changed argument", "gradient"]
 
@@ -102,18 +105,31 @@ class CallArguments:
         """Those of the tensors, in order."""
         return [leaf for leaf in self.leaves if isinstance(leaf, TensorKind)]
 
-    def fill(self, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return positional and keyword arguments with these tensors."""
-        remaining = iter(tensors)
-        leaves = [next(remaining) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves]
+    @property
+    def symbols(self) -> list[Any]:
+        """The numbers among the arguments that are symbols, in order."""
+        found: list[Any] = []
+        self.map(lambda kind: kind, lambda number: found.append(number) if is_symbolic(number) else None)
+        return found
+
+    def fill(self, tensors: Sequence[Any], symbols: Sequence[Any] = ()) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return positional and keyword arguments with these tensors, and other values of symbols."""
+        given, numbers = iter(tensors), iter(symbols)
+        leaves = self.map(lambda _: next(given), lambda item: next(numbers) if is_symbolic(item) else item).leaves
         filled: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_unflatten(leaves, self.structure)
         return filled
 
-    def with_kinds(self, kinds: Sequence[TensorKind]) -> "CallArguments":
-        """Return the same call with other tensors."""
-        remaining = iter(kinds)
-        leaves = tuple(next(remaining) if isinstance(leaf, TensorKind) else leaf for leaf in self.leaves)
-        return CallArguments(leaves=leaves, structure=self.structure)
+    def map(self, tensor: Callable[[TensorKind], Any], number: Callable[[Any], Any]) -> "CallArguments":
+        """Return the same call with other tensors and other numbers, those in slices too; both in order."""
+
+        def convert(leaf: Any) -> Any:
+            if isinstance(leaf, TensorKind):
+                return tensor(leaf)
+            if isinstance(leaf, slice):
+                return slice(*map(convert, (leaf.start, leaf.stop, leaf.step)))
+            return number(leaf) if type(leaf) in NUMBERS else leaf
+
+        return CallArguments(leaves=tuple(map(convert, self.leaves)), structure=self.structure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,31 +174,63 @@ class CalledFunction(nn.Module):
         self.leaves: list[Any] = []
         self.structure: Any = None
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Call the function, and return the tensors of its result."""
-        given = [tensor.clone() if place in self.changed else tensor for place, tensor in enumerate(tensors)]
-        args, kwargs = self.arguments.fill(given)
-        leaves, self.structure = pytree.tree_flatten(self.function(*args, **kwargs))
+    def forward(self, *inputs: Any) -> tuple[Tensor, ...]:
+        """Call the function, and return the tensors of its result. The inputs are tensors, then symbols."""
+        count = len(self.arguments.kinds)
+        given = [tensor.clone() if place in self.changed else tensor for place, tensor in enumerate(inputs[:count])]
+        args, kwargs = self.arguments.fill(given, inputs[count:])
+        function = get_items if self.function is Tensor.__getitem__ and len(inputs) > count else self.function
+        leaves, self.structure = pytree.tree_flatten(function(*args, **kwargs))
         found = {id(given[place]): ChangedArgument(place) for place in self.changed}
         self.leaves = [found.get(id(leaf), leaf) for leaf in leaves]
         results = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         return (*results, *(given[place] for place in self.changed))
 
 
-def trace_call(function: Callable[..., Any], arguments: CallArguments, changed: Sequence[int] = ()) -> TracedCall:
+def get_items(tensor: Tensor, index: Any) -> Tensor:
+    """Return `tensor[index]`. PyTorch's own takes a symbol for a number that never varies."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    if not all(item is None or item is Ellipsis or type(item) in (slice, int, torch.SymInt) for item in items):
+        return tensor[index]
+    taken = sum(item is not None and item is not Ellipsis for item in items)
+    dim = 0
+    for item in items:
+        if item is None:
+            tensor = tensor.unsqueeze(dim)
+        elif item is Ellipsis:
+            dim += tensor.dim() - dim - taken
+            continue
+        elif isinstance(item, slice):
+            tensor = torch.ops.aten.slice.Tensor(tensor, dim, item.start, item.stop, item.step or 1)
+            taken -= 1
+        else:
+            tensor = tensor.select(dim, item)
+            taken -= 1
+            continue
+        dim += 1
+    return tensor
+
+
+def trace_call(
+    function: Callable[..., Any],
+    arguments: CallArguments,
+    changed: Sequence[int] = (),
+    sizes: SymbolicSizes | None = None,
+) -> TracedCall:
     """Return the program of a call.
 
     Args:
         function: The function.
         arguments: Its arguments.
         changed: The tensor arguments whose new values the program returns as results, instead of changing them.
+        sizes: Created the symbols in the arguments, if there are any.
 
     Raises:
         ChangesArguments: The function changes others too.
         Exception: PyTorch cannot trace the function; for example, a shape may depend on values.
     """
     module = CalledFunction(function, arguments, changed)
-    fake = FakeTensorMode()
+    fake = FakeTensorMode(shape_env=None if sizes is None else sizes.shape_env)
     with contextlib.ExitStack() as stack:
         TRACE_STATE.is_tracing = True
         stack.callback(setattr, TRACE_STATE, "is_tracing", False)
@@ -204,7 +252,8 @@ def trace_call(function: Callable[..., Any], arguments: CallArguments, changed: 
             average_with_tensors(),
             torch._C.DisableTorchFunctionSubclass(),
         ):
-            joint = aot_export_joint_with_descriptors(stack, module, tuple(inputs), decompositions=DECOMPOSITIONS)
+            given = (*inputs, *arguments.symbols)
+            joint = aot_export_joint_with_descriptors(stack, module, given, decompositions=DECOMPOSITIONS)
         return make_program(joint.graph_module, module, len(inputs))
 
 
@@ -278,6 +327,8 @@ def name_inputs(graph: fx.Graph, count: int) -> tuple[dict[fx.Node, ProgramInput
         if node.op != "placeholder":
             continue
         match descriptor:
+            case PlainAOTInput(idx=index) if index >= count:
+                continue  # a symbol: `inline_sizes` removes it
             case PlainAOTInput(idx=index):
                 inputs[node] = ProgramInput(kind="argument", name=f"argument {index}", index=index)
             case TangentAOTInput(output=PlainAOTOutput(idx=index)):

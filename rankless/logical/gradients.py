@@ -9,6 +9,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -17,51 +18,22 @@ from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
-from rankless.collectives.mesh_collectives import all_reduce, flatten_by_kind
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.logical.call_trace import TRACE_STATE
+from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
 from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, wrap_gradient
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
 from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
+from rankless.user_code import caller_line
 
 RUN_BACKWARD = torch.autograd.backward
 RUN_GRAD = torch.autograd.grad
 APPLY = vars(torch.autograd.Function)["apply"].__func__
 VMAP = vars(apis)["vmap_impl"]
+COMPILE = torch.compile
+RETAIN_GRAD: Callable[[Tensor], None] = Tensor.retain_grad
 MAKE_HOOK: Callable[..., None] = vars(BackwardHook)["__init__"]
-
-
-class GradientPass:
-    """The plain leaves of one backward pass, and their earlier gradients."""
-
-    def __init__(self) -> None:
-        self.leaves: list[Tensor] = []
-        self._earlier: list[Tensor | None] = []
-        self._known: set[int] = set()
-
-    def add(self, leaves: Sequence[Tensor]) -> None:
-        """Take away the gradients of leaves that are no parts of logical tensors."""
-        for leaf in leaves:
-            if id(leaf) not in self._known and not hasattr(leaf, "is_part"):
-                self._known.add(id(leaf))
-                self.leaves.append(leaf)
-                self._earlier.append(leaf.grad)
-                leaf.grad = None
-
-    def accumulate(self, create_graph: bool) -> None:
-        """Add the new gradients to the earlier ones: in place, unless the new ones have gradients themselves."""
-        for leaf, before in zip(self.leaves, self._earlier, strict=True):
-            new = leaf.grad
-            if before is None or new is None:
-                leaf.grad = new if before is None else before
-            elif create_graph:
-                leaf.grad = before + new
-            elif before.is_sparse and not new.is_sparse:
-                leaf.grad = new + before
-            else:
-                before.add_(new)
-                leaf.grad = before
 
 
 class LogicalBackward:
@@ -75,6 +47,11 @@ class LogicalBackward:
         self._view = view
         self._pass: GradientPass | None = None
         """The present pass."""
+        self._retained: list[ReferenceType[Tensor]] = []
+        """Plain tensors that are no leaves, and keep their gradients."""
+        self._compiles = False
+        self._is_running = False
+        """Whether autograd runs. A pass within it is a checkpoint's."""
 
     @contextlib.contextmanager
     def install(self) -> Iterator[None]:
@@ -83,6 +60,9 @@ class LogicalBackward:
             (torch.autograd, "backward", self.backward),
             (torch.autograd, "grad", offer_to_modes(self.grad)),
             (Tensor, "register_hook", offer_to_modes(self._register_hook())),
+            (Tensor, "register_post_accumulate_grad_hook", offer_to_modes(self._register_post_hook())),
+            (Tensor, "retain_grad", offer_to_modes(self._retain_gradient())),
+            (torch, "compile", self._compile),
             (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
             (apis, "vmap_impl", self._run_whole(VMAP)),
             (BackwardHook, "__init__", self._make_module_hooks()),
@@ -93,6 +73,9 @@ class LogicalBackward:
                 yield
         finally:
             del HANDLERS[Tensor.backward]
+            if self._compiles:
+                self._compiles = False
+                torch.compiler.set_stance("default")
 
     def _backward_of(
         self,
@@ -129,13 +112,18 @@ class LogicalBackward:
                 return
             self._view.agreement.check("a backward pass", generators=True)
             roots, gradients = self._start(tensors, given)
-            self._pass = GradientPass()
+            present = self._pass = GradientPass(self._view.axis, create_graph=create_graph)
+            is_complete = False
             try:
-                self._run(self._pass, roots, gradients, asked, options)
-                self._sum(self._pass.leaves)
+                retained = [tensor for reference in self._retained if (tensor := reference()) is not None]
+                present.add(retained, overlaps=False)
+                self._run(present, roots, gradients, asked, options)
+                present.finish()
+                is_complete = True
             finally:
-                self._pass.accumulate(create_graph)
                 self._pass = None
+                if not is_complete:
+                    present.undo()
 
     def _run(
         self,
@@ -146,9 +134,13 @@ class LogicalBackward:
         options: Mapping[str, Any],
     ) -> None:
         """Run PyTorch's backward pass; its hooks and checkpoints run functions of the script."""
-        present.add(find_leaves(roots) if asked is None else asked)
-        with torch._C._EnableTorchFunction():
-            RUN_BACKWARD(roots, gradients, inputs=asked, **options)
+        present.add(find_leaves(roots) if asked is None else asked, overlaps=not self._is_running)
+        before, self._is_running = self._is_running, True
+        try:
+            with torch._C._EnableTorchFunction():
+                RUN_BACKWARD(roots, gradients, inputs=asked, **options)
+        finally:
+            self._is_running = before
 
     def _start(self, tensors: Any, given: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of roots and of their gradients."""
@@ -165,16 +157,6 @@ class LogicalBackward:
             return find_part(gradient, root, find_gradient_placement(root.placement))
         whole = gradient.whole() if isinstance(gradient, DividedTensor) else gradient
         return move(whole, self._view.axis, tuple(root.shape), Replicate(), Partial())
-
-    def _sum(self, leaves: Sequence[Tensor]) -> None:
-        """Sum the gradients of leaves over the ranks: in place, unless they are sparse."""
-        for leaf in leaves:
-            if leaf.grad is not None and leaf.grad.is_sparse:
-                leaf.grad = move(leaf.grad, self._view.axis, tuple(leaf.shape), Partial(), Replicate())
-        dense = [leaf.grad for leaf in leaves if leaf.grad is not None and not leaf.grad.is_sparse]
-        for flat, copy_back in flatten_by_kind(dense):
-            flat.copy_(all_reduce(flat, among=self._view.axis))
-            copy_back()
 
     def grad(
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
@@ -249,6 +231,47 @@ class LogicalBackward:
 
         return register_hook
 
+    def _register_post_hook(self) -> Callable[..., Any]:
+        """Return `Tensor.register_post_accumulate_grad_hook`: the hook finds whole gradients, as of an optimizer."""
+
+        def register_post_accumulate_grad_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> Any:
+            if isinstance(tensor, DividedTensor):
+                return POST_HOOK(tensor.local, lambda _: hook(tensor))  # type: ignore[no-untyped-call]
+
+            def run(leaf: Tensor) -> None:
+                present = self._pass
+                if present is None:  # in `torch.autograd.grad`, say
+                    hook(leaf)
+                    return
+                present.complete(leaf)
+                hook(leaf)
+                present.suspend(leaf)
+
+            return POST_HOOK(tensor, run)  # type: ignore[no-untyped-call]
+
+        return register_post_accumulate_grad_hook
+
+    def _retain_gradient(self) -> Callable[[Tensor], None]:
+        """Return `Tensor.retain_grad`: the gradient of a plain tensor is whole after the pass."""
+
+        def retain_grad(tensor: Tensor) -> None:
+            RETAIN_GRAD(tensor)
+            if not isinstance(tensor, DividedTensor) and not tensor.is_leaf:
+                self._retained = [known for known in self._retained if known() is not None]
+                self._retained.append(ref(tensor))
+
+        return retain_grad
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `torch.compile`. The functions run as plain Python, because their batches are divided."""
+        if not self._compiles:
+            self._compiles = True
+            torch.compiler.set_stance("force_eager")
+            self._view.notify(
+                f"{caller_line()}: torch.compile has no effect on divided batches: functions run uncompiled (correct)"
+            )
+        return COMPILE(*args, **kwargs)
+
 
 def offer_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that stands for one of PyTorch's: modes of functions, as `torch.set_default_device`, see it.
@@ -281,20 +304,3 @@ def make_first_gradient(root: Tensor) -> Tensor:
     if torch.Size(shape).numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs")
     return torch.ones(shape, dtype=root.dtype, device=root.device)
-
-
-def find_leaves(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves whose gradients a backward pass computes."""
-    found: dict[int, Tensor] = {id(root): root for root in roots if root.is_leaf and root.requires_grad}
-    seen: set[Any] = set()
-    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while waiting:
-        node: Any = waiting.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, Tensor):
-            found[id(variable)] = variable
-        waiting.extend(source for source, _ in node.next_functions if source is not None)
-    return list(found.values())

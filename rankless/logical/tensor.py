@@ -9,23 +9,29 @@ it from all ranks, and the tensor keeps it. If the script changes the whole in p
 the rank's part gets the new values before it is used again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import Agreement
-from rankless.logical.call_plan import CallPlan, CannotDivide, make_plan
+from rankless.logical.call_plan import CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
-from rankless.logical.moves import move_with_gradient
+from rankless.logical.moves import find_gradient_placement, move_with_gradient
+from rankless.logical.plan_cache import PlanCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.user_code import caller_line
 
+AUTOCAST = ("cpu", "cuda")
+"""The types of devices for which autocast may be on."""
 CONTAINERS = (list, tuple, dict)
 DISPATCH_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 """The keys that PyTorch's dispatcher includes and excludes where no function runs."""
@@ -44,9 +50,17 @@ class LogicalView:
         self.mesh = mesh
         self.notify = notify
         self.agreement = Agreement(mesh)
-        self.plans: dict[Any, Any] = {}
-        """By signature without real numbers: a direct plan, or the plans by these numbers. None stands for no plan."""
+        self.plans = PlanCache(mesh, notify)
+        self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
         self._notified_lines: set[str] = set()
+
+    def find_layout(self, local: Tensor, placement: Placement, shape: tuple[int, ...]) -> "DividedLayout":
+        """Return the layout of a value of which this rank has a part."""
+        kind, lengths = (local.dtype, local.device), placement.lengths if isinstance(placement, Shard) else None
+        known = self._layouts.get((shape, placement, lengths, kind))
+        if known is None:
+            known = self._layouts[shape, placement, lengths, kind] = DividedLayout(shape, placement, kind, self)
+        return known
 
     def notify_whole(self, function: Callable[..., Any]) -> None:
         """Tell the user, once for each line of the script, that a function runs on whole values."""
@@ -59,19 +73,41 @@ class LogicalView:
             )
 
 
+class DividedLayout:
+    """How a logical value lies on the ranks. There is one object for each layout, so that plans are found quickly.
+
+    Args:
+        shape: The logical shape.
+        placement: `Shard`, or `Partial` of a sum.
+        kind: Its dtype and device.
+        ranks: The ranks.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "placement", "ranks", "shape")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        placement: Placement,
+        kind: tuple[torch.dtype, torch.device],
+        ranks: LogicalView,
+    ) -> None:
+        self.shape = shape
+        self.placement = placement
+        self.dtype, self.device = kind
+        self.ranks = ranks
+
+
 class DividedTensor(Tensor):
     """A whole value of which this rank holds a part.
 
     Attributes:
         local: The part: rows, or a term of a sum. Its gradient is this rank's part of the value's gradient.
-        placement: How the value lies on the ranks: `Shard`, or `Partial` of a sum.
-        ranks: The ranks.
+        divided_as: How the value lies on the ranks.
     """
 
     local: Tensor
-    placement: Placement
-    ranks: LogicalView
-    logical_shape: tuple[int, ...]
+    divided_as: DividedLayout
     _whole: tuple[Tensor, int, int] | None
     """The whole value, its version, and that of the part."""
 
@@ -80,13 +116,25 @@ class DividedTensor(Tensor):
         cls: type["DividedTensor"], local: Tensor, placement: Placement, shape: tuple[int, ...], view: LogicalView
     ) -> "DividedTensor":
         """Create the wrapper, which has the whole value's shape and no storage."""
-        wrapper = Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        wrapper.local, wrapper.placement, wrapper.ranks = local, placement, view
-        wrapper.logical_shape, wrapper._whole = shape, None
-        return wrapper
+        return make_divided(local, view.find_layout(local, placement, shape))
 
     def __init__(self, *_: Any) -> None:
         pass
+
+    @property
+    def placement(self) -> Placement:
+        """How the value lies on the ranks: `Shard`, or `Partial` of a sum."""
+        return self.divided_as.placement
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """The shape of the whole value."""
+        return self.divided_as.shape
+
+    @property
+    def ranks(self) -> LogicalView:
+        """The ranks."""
+        return self.divided_as.ranks
 
     def whole(self) -> Tensor:
         """Return the whole value as a plain tensor, whose gradient returns to the part. Collective."""
@@ -135,7 +183,7 @@ class DividedTensor(Tensor):
         """Run a function called from Python."""
         handler = HANDLERS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
-            return call(func, args, kwargs or {}) if handler is None else handler(*args, **(kwargs or {}))
+            return call(func, args, kwargs or {}) if handler is None else handler(*args, **kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # the stubs lack the class method
@@ -148,129 +196,186 @@ class DividedTensor(Tensor):
         """Run an operator called from C++, which bypasses `__torch_function__`, above autograd again."""
         handler = HANDLERS.get(func)
         with torch._C._ForceDispatchKeyGuard(*DISPATCH_KEYS):
-            return call(func, args, kwargs or {}) if handler is None else handler(*args, **(kwargs or {}))
+            return call(func, args, kwargs or {}) if handler is None else handler(*args, **kwargs or {})
 
 
+UNKNOWN: Any = object()
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """Functions that are no operations on values: they describe a tensor, read it, or differentiate."""
 
 
-def call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def make_divided(local: Tensor, layout: DividedLayout) -> DividedTensor:
+    """Return a logical tensor of which this rank has a part."""
+    wrapper = Tensor._make_wrapper_subclass(DividedTensor, layout.shape, dtype=layout.dtype, device=layout.device)
+    wrapper.local, wrapper.divided_as, wrapper._whole = local, layout, None
+    return wrapper
+
+
+def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what a function of logical tensors returns: logical tensors, or plain ones for whole values."""
-    leaves, structure = flatten(args, kwargs)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    view = refresh_all(tensors)
-    plan = look_up(function, leaves, structure, view)
+    tensors: list[Tensor] = []
+    signature: list[Any] = [function, *get_modes()]
+    given = describe(args, signature, tensors)
+    if kwargs:
+        signature.append(tuple(kwargs))
+        given_by_name = dict(zip(kwargs, describe(kwargs.values(), signature, tensors), strict=True))
+    else:
+        given_by_name = kwargs
+    for tensor in tensors:
+        if type(tensor) is DividedTensor:
+            view = tensor.divided_as.ranks
+            break
+    plan = look_up(tuple(signature), (function, args, kwargs), tensors, view)
     if plan is None:
-        result = call_with_whole(function, range(len(tensors)), tensors, (leaves, structure))
+        result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
         view.notify_whole(function)
         return result
     if plan.gathered:
         if any(isinstance(getattr(tensors[number], "placement", None), Shard) for number in plan.gathered):
             view.notify_whole(function)
-        return call_with_whole(function, plan.gathered, tensors, (leaves, structure))
-    parts = [tensor.local if isinstance(tensor, DividedTensor) else tensor for tensor in tensors]
+        return call_with_whole(function, plan.gathered, tensors, (args, kwargs))
     if plan.kind == "direct":
-        given, named = fill(leaves, structure, parts)
-        found = function(*given, **named)
-        results = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)]
-        return rebuild(plan, results, tensors, view)
+        found = function(*given, **given_by_name)
+        if plan.is_one_tensor:
+            return wrap(plan, 0, found, tensors, view)
+        return rebuild(plan, [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)], tensors, view)
+    return call_program(plan, tensors, view)
+
+
+def call_program(plan: CallPlan, tensors: Sequence[Tensor], view: LogicalView) -> Any:
+    """Return the result of a call whose programs run in place of its function."""
+    parts = [tensor.local if type(tensor) is DividedTensor else tensor for tensor in tensors]
+    if plan.kind == "generated" and plan.is_one_tensor:
+        (result,) = plan.run_forward(parts)
+        return wrap(plan, 0, result, tensors, view)
     for number in plan.changed:
         parts[number] = parts[number].clone()  # the change must not reach what the backward pass keeps
-    values = list(plan.run(parts))
+    layouts = [tensor.divided_as if type(tensor) is DividedTensor else None for tensor in tensors]
+    values = list(plan.run(parts, partial(differentiate_again, plan, layouts, view)))
     count = len(values) - len(plan.changed)
     for number, value in zip(plan.changed, values[count:], strict=True):
         change(tensors[number], value)
     remaining = iter(values[:count])
-    marked = [leaf for leaf in plan.traced.result_leaves if not isinstance(leaf, PlainLeaf)]
+    marked = [leaf for leaf in plan.leaves if not isinstance(leaf, PlainLeaf)]
     return rebuild(plan, [next(remaining) if leaf is None else parts[leaf.number] for leaf in marked], tensors, view)
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Return the leaves of arguments, and what puts them together again; most calls have no nested arguments."""
-    leaves = [*args, *kwargs.values()] if kwargs else list(args)
+def describe(leaves: Iterable[Any], signature: list[Any], tensors: list[Tensor]) -> list[Any]:
+    """Return arguments with this rank's parts in place of logical tensors.
+
+    Args:
+        leaves: The arguments.
+        signature: Gets what the plan of the call depends on.
+        tensors: Gets the tensors among the arguments.
+    """
+    given = []
     for leaf in leaves:
-        if isinstance(leaf, CONTAINERS):
-            return pytree.tree_flatten((args, kwargs))
-    return leaves, (len(args), tuple(kwargs))
+        kind = type(leaf)
+        if kind is DividedTensor:
+            if leaf._whole is not None:
+                leaf.refresh()
+            local = leaf.local
+            signature += (leaf.divided_as, local.requires_grad, local.stride())
+            tensors.append(leaf)
+            given.append(local)
+        elif kind is float or kind is int:
+            signature += (kind, leaf)
+            given.append(leaf)
+        elif kind is Parameter or kind is Tensor or isinstance(leaf, Tensor):
+            signature += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+            tensors.append(leaf)
+            given.append(leaf)
+        elif kind is tuple or kind is list:
+            signature += (kind, len(leaf))
+            given.append(kind(describe(leaf, signature, tensors)))
+        elif isinstance(leaf, CONTAINERS):
+            inner, structure = pytree.tree_flatten(leaf)
+            signature.append(structure)
+            given.append(pytree.tree_unflatten(describe(inner, signature, tensors), structure))
+        elif kind is slice:
+            signature.append(slice)
+            describe((leaf.start, leaf.stop, leaf.step), signature, tensors)
+            given.append(leaf)
+        else:
+            signature += (kind, leaf)
+            given.append(leaf)
+    return given
 
 
-def fill(leaves: Sequence[Any], structure: Any, tensors: Sequence[Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """Return positional and keyword arguments with other tensors."""
+def fill(given: tuple[Sequence[Any], dict[str, Any]], tensors: Iterable[Any]) -> Any:
+    """Return positional and keyword arguments with others in place of tensors."""
     remaining = iter(tensors)
-    filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    if isinstance(structure, tuple):
-        count, names = structure
-        return filled[:count], dict(zip(names, filled[count:], strict=True))
-    found: tuple[Sequence[Any], dict[str, Any]] = pytree.tree_unflatten(filled, structure)
-    return found
+    return pytree.tree_map_only(Tensor, lambda _: next(remaining), (tuple(given[0]), given[1]))
 
 
-def refresh_all(tensors: Sequence[Tensor]) -> LogicalView:
-    """Refresh the logical tensors among some, and return their view."""
-    view: LogicalView | None = None
-    for tensor in tensors:
-        if isinstance(tensor, DividedTensor):
-            view = tensor.ranks
-            if tensor._whole is not None:
-                tensor.refresh()
-    assert view is not None
-    return view
+def look_up(signature: Any, called: Any, tensors: Sequence[Tensor], view: LogicalView) -> CallPlan | None:
+    """Return the plan of a call; None if it runs on whole values.
 
-
-def look_up(function: Callable[..., Any], leaves: Sequence[Any], structure: Any, view: LogicalView) -> CallPlan | None:
-    """Return the plan of a call; None if it runs on whole values."""
-    modes = (torch.is_grad_enabled(), torch._C._is_any_autocast_enabled())
+    Args:
+        signature: What the plan depends on.
+        called: The function and its arguments.
+        tensors: The tensors among these.
+        view: The ranks.
+    """
     try:
-        key = (function, modes, structure, *map(describe_leaf, leaves))
-        known = view.plans.get(key)
+        known = view.plans.recent.get(signature)
+        if known is not None or signature in view.plans.recent:
+            return known
     except TypeError:  # an argument has no hash
         return None
-    if isinstance(known, CallPlan):
-        return known
-    numbers = tuple(leaf for leaf in leaves if isinstance(leaf, float))
-    if known is None:
-        known = view.plans[key] = {}
-    if numbers not in known:
-        plan = known[numbers] = find_plan(function, leaves, structure, view)
-        # What runs the function itself is right for other real numbers too.
-        if plan is not None and plan.kind == "direct" and not plan.gathered:
-            view.plans[key] = plan
-    found: CallPlan | None = known[numbers]
-    return found
+    function, *given = called
+    flat, structure = pytree.tree_flatten(fill(given, map(make_kind, tensors)))
+    placements = tuple(getattr(tensor, "placement", Replicate()) for tensor in tensors)
+    arguments = CallArguments(leaves=tuple(flat), structure=structure)
+    call = LogicalCall(function=function, modes=signature[1:4], arguments=arguments, placements=placements)
+    return view.plans.find(signature, call)
 
 
-def describe_leaf(leaf: Any) -> Any:
-    """Return what the plan of a call depends on in one argument; of a real number that it is one."""
-    kind = type(leaf)
-    if kind is DividedTensor:
-        local = leaf.local
-        layout = True if local.is_contiguous() else local.stride()
-        placement = leaf.placement
-        lengths = placement.lengths if isinstance(placement, Shard) else None
-        return leaf.logical_shape, placement, lengths, local.dtype, local.device, local.requires_grad, layout
-    if isinstance(leaf, Tensor):
-        layout = True if leaf.is_contiguous() else leaf.stride()
-        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad, layout
-    if kind is slice:
-        return slice, leaf.start, leaf.stop, leaf.step
-    return (kind,) if kind is float else (kind, leaf)
+def differentiate_again(
+    plan: CallPlan,
+    layouts: Sequence[DividedLayout | None],
+    view: LogicalView,
+    values: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+) -> list[Tensor]:
+    """Return the gradients of a call's arguments as functions of its arguments and of the gradients of its results.
+
+    Args:
+        plan: The plan, a pair.
+        layouts: Those of the tensor arguments; None for plain tensors.
+        view: The ranks.
+        values: This rank's parts of the arguments that `plan.again` takes, then those of draws.
+        gradients: Those of the results, as `plan.backward` takes them.
+    """
+    again = plan.again
+    assert again is not None
+    given: list[Tensor] = []
+    for value, number in zip(values, again.arguments, strict=False):
+        layout = layouts[number]
+        given.append(value if layout is None else make_divided(value, layout))
+    results = [(plan.placements[number], plan.shapes[number]) for number in plan.differentiated]
+    places = [(find_gradient_placement(placement), shape) for placement, shape in results]
+    places += zip(again.placements, again.shapes, strict=True)
+    for value, (placement, shape) in zip((*gradients, *values[len(given) :]), places, strict=True):
+        given.append(value if isinstance(placement, Replicate) else DividedTensor(value, placement, shape, view))
+    is_divided = any(type(value) is DividedTensor for value in given)
+    found = call(again.function, given, {}) if is_divided else again.function(*given)
+    parts = []
+    for gradient, number in zip(found, plan.gradients, strict=True):
+        layout = layouts[number]
+        target = find_gradient_placement(Replicate() if layout is None else layout.placement)
+        before = gradient.placement if isinstance(gradient, DividedTensor) else Replicate()
+        local = gradient.local if isinstance(gradient, DividedTensor) else gradient
+        parts.append(move_with_gradient(local, view.axis, tuple(gradient.shape), before, target))
+    return parts
 
 
-def find_plan(
-    function: Callable[..., Any], leaves: Sequence[Any], structure: Any, view: LogicalView
-) -> CallPlan | None:
-    """Return a new plan for a call; None if the rules cannot divide it."""
-    args, kwargs = fill(leaves, structure, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
-    flat, spec = pytree.tree_flatten((tuple(args), kwargs))
-    arguments = CallArguments(
-        leaves=tuple(make_kind(leaf) if isinstance(leaf, Tensor) else leaf for leaf in flat), structure=spec
-    )
-    placements = [getattr(leaf, "placement", Replicate()) for leaf in flat if isinstance(leaf, Tensor)]
-    try:
-        return make_plan(function, arguments, placements, view.mesh)
-    except CannotDivide:
-        return None
+def get_modes() -> Any:
+    """Return PyTorch's modes on which a trace depends."""
+    autocast = None
+    if torch._C._is_any_autocast_enabled():
+        autocast = tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
+    return torch.is_grad_enabled(), torch.get_default_dtype(), autocast
 
 
 def make_kind(tensor: Tensor) -> TensorKind:
@@ -282,7 +387,10 @@ def make_kind(tensor: Tensor) -> TensorKind:
 
 
 def call_with_whole(
-    function: Callable[..., Any], numbers: Sequence[int], tensors: Sequence[Tensor], given: tuple[Sequence[Any], Any]
+    function: Callable[..., Any],
+    numbers: Sequence[int],
+    tensors: Sequence[Tensor],
+    given: tuple[Sequence[Any], dict[str, Any]],
 ) -> Any:
     """Return a function's result with whole values in place of some logical tensors; it may change these in place.
 
@@ -290,16 +398,16 @@ def call_with_whole(
         function: The function.
         numbers: Which of `tensors`.
         tensors: The tensor arguments.
-        given: All arguments as leaves, and their structure.
+        given: The positional and the keyword arguments.
     """
     wholes = list(tensors)
     for number in numbers:
         tensor = tensors[number]
         if isinstance(tensor, DividedTensor):
             wholes[number] = tensor.whole()
-    args, kwargs = fill(*given, wholes)
+    args, kwargs = fill(given, wholes)
     if any(isinstance(tensor, DividedTensor) for tensor in wholes):
-        result = call(function, tuple(args), kwargs)
+        result = call(function, args, kwargs)
     else:
         result = function(*args, **kwargs)
     same = {id(whole): tensor for whole, tensor in zip(wholes, tensors, strict=True) if whole is not tensor}
@@ -323,10 +431,9 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
         tensors: The tensor arguments.
         view: The ranks.
     """
-    traced = plan.traced
     remaining, numbers = iter(results), iter(range(len(plan.placements)))
     leaves = []
-    for leaf in traced.result_leaves:
+    for leaf in plan.leaves:
         if isinstance(leaf, ChangedArgument):
             next(remaining)
             tensor = tensors[leaf.number]
@@ -334,25 +441,27 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
                 tensor._whole = None  # in inference mode no version shows the change
             leaves.append(tensor)
         elif leaf is None:
-            result, number = next(remaining), next(numbers)
-            leaves.append(wrap(result, plan.placements[number], plan.shapes[number], tensors, view))
+            leaves.append(wrap(plan, next(numbers), next(remaining), tensors, view))
         else:
             leaves.append(leaf.value)
-    if len(leaves) == 1 and traced.result_structure.is_leaf():
+    if len(leaves) == 1 and plan.structure.is_leaf():
         return leaves[0]
-    return pytree.tree_unflatten(leaves, traced.result_structure)
+    return pytree.tree_unflatten(leaves, plan.structure)
 
 
-def wrap(
-    result: Tensor, placement: Placement, shape: tuple[int, ...], tensors: Sequence[Tensor], view: LogicalView
-) -> Tensor:
+def wrap(plan: CallPlan, number: int, result: Tensor, tensors: Sequence[Tensor], view: LogicalView) -> Tensor:
     """Return a result as a logical tensor; the argument itself if it is one, and a whole value as it is."""
-    if isinstance(placement, Replicate):
+    layout: DividedLayout | None = plan.layouts.get(number, UNKNOWN)
+    if layout is UNKNOWN:
+        placement = plan.placements[number]
+        is_whole = isinstance(placement, Replicate)
+        layout = plan.layouts[number] = None if is_whole else view.find_layout(result, placement, plan.shapes[number])
+    if layout is None:
         return result
     for tensor in tensors:
-        if isinstance(tensor, DividedTensor) and tensor.local is result:
+        if type(tensor) is DividedTensor and tensor.local is result:
             return tensor
-    return DividedTensor(result, placement, shape, view)
+    return make_divided(result, layout)
 
 
 def get_version(part: Tensor) -> int:

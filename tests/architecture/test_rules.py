@@ -65,6 +65,7 @@ BROAD_EXCEPTS = {
     "rankless/data/batches_from_first_rank.py": "a data set is foreign code; the others raise, too",
     "rankless/jobs/views/view_choice.py": "operators are foreign code; all ranks raise what it becomes",
     "rankless/logical/call_plan.py": "PyTorch raises errors of many types in a trace; the call runs on whole values",
+    "rankless/logical/plan_cache.py": "PyTorch raises errors of many types for symbols; the other ranks learn of it",
     "rankless/jobs/views/consistent.py": "the number of the call is taken back, and the error is raised again",
     "rankless/compiler/capture/tensors_kept_between_calls.py": "the script's state is restored, the error raised again",
     "rankless/jobs/job.py": "the script's own error gets a traceback without Rankless's frames",

@@ -3,6 +3,7 @@
 Each returns what a script could see: losses, gradients, parameters, printed numbers.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -103,6 +104,25 @@ def penalize_gradients(batch: Tensor) -> Any:
     loss = ((gradient.norm(dim=1) - 1) ** 2).mean()
     loss.backward(retain_graph=True)
     return loss, list_gradients(model)
+
+
+def train_wgan(batch: Tensor) -> Any:
+    torch.manual_seed(2)
+    critic = nn.Sequential(
+        *(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.LeakyReLU(0.2), nn.Dropout(0.3)),
+        *(nn.Linear(6, 6), nn.LayerNorm(6), nn.SiLU(), nn.Linear(6, 1)),
+    )
+    optimizer, losses = torch.optim.SGD(critic.parameters(), lr=0.01), []
+    for _ in range(2):
+        real = batch.detach().sin()  # rows at even distances have a norm of zero, where the gradient jumps
+        mixed = (real + torch.rand(real.size(0), 1) * (real.flip(0) - real)).requires_grad_()
+        optimizer.zero_grad()
+        (gradient,) = torch.autograd.grad(critic(mixed).sum(), mixed, create_graph=True)
+        loss = critic(real).mean() + 10 * ((gradient.norm(2, dim=1) - 1) ** 2).mean()
+        loss.backward()
+        losses.append((loss.item(), list_gradients(critic)))
+        optimizer.step()
+    return losses, list_values(critic)
 
 
 def clip(batch: Tensor) -> Any:
@@ -307,6 +327,102 @@ def train_under_a_mode(batch: Tensor) -> Any:
         return found, seen
 
 
+def train_compiled(batch: Tensor) -> Any:
+    model = make_linear()
+
+    @torch.compile(backend="aot_eager")
+    def compute(x: Tensor) -> Tensor:
+        return F.gelu(model(x)).mean()
+
+    loss = compute(batch.detach())
+    loss.backward()
+    return loss, list_gradients(model)
+
+
+def train_scripted(batch: Tensor) -> Any:
+    model = torch.jit.script(nn.Sequential(make_linear(), nn.BatchNorm1d(5), nn.ReLU()))
+    loss = model(batch.detach().sin()).square().sum()
+    loss.backward()
+    return loss, list_gradients(model), list_values(model)
+
+
+def step_in_hooks(batch: Tensor) -> Any:
+    model, losses = nn.Sequential(make_linear(), nn.Tanh(), make_linear(2)), []
+    optimizers = {item: torch.optim.SGD([item], lr=0.1, momentum=0.9) for item in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        loss = model(batch.detach()).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses, list_values(model), list_gradients(model)
+
+
+def retain_gradient_of_weight(batch: Tensor) -> Any:
+    model = make_linear()
+    weight = model.weight * 2
+    weight.retain_grad()
+    for _ in range(2):
+        F.linear(batch.detach(), weight).square().sum().backward(retain_graph=True)
+    return weight.grad, list_gradients(model)
+
+
+def differentiate_gradients(batch: Tensor) -> Any:
+    model = make_linear(1)
+    gradients = []
+    for _ in range(2):
+        model(batch.detach()).sin().sum().backward(create_graph=True)
+        sum(item.grad.square().sum() for item in model.parameters()).backward()
+        gradients.append([item.grad.detach().clone() for item in model.parameters()])
+    model.zero_grad()
+    return gradients
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: Tensor) -> Tensor:
+        raise ValueError("this pass ends here")
+
+
+def fail_in_backward(batch: Tensor) -> Any:
+    first, last = make_linear(), make_linear(3)
+    last(first(batch.detach())).sum().backward()
+    before = [gradient.clone() for gradient in list_gradients(first)]
+    with contextlib.suppress(ValueError):
+        last(Failing.apply(first(batch.detach()))).square().sum().backward()
+    unchanged = [torch.equal(one, other) for one, other in zip(before, list_gradients(first), strict=True)]
+    last.zero_grad()
+    last(first(batch.detach())).square().mean().backward()
+    return unchanged, list_gradients(first, last)
+
+
+def tie_weights(batch: Tensor) -> Any:
+    torch.manual_seed(2)
+    rows, output, ids = nn.Embedding(10, 5), nn.Linear(5, 10, bias=False), batch.detach().long().abs() % 10
+    output.weight = rows.weight
+    loss = F.cross_entropy(output(rows(ids)).flatten(0, 1), ids.flatten())
+    loss.backward()
+    return loss, list_gradients(rows)
+
+
+def checkpoint_twice(batch: Tensor) -> Any:
+    first, last = make_linear(), make_linear(1)
+    hidden = first(batch.detach())
+    for _ in range(2):  # each of the passes within the pass computes a term of the gradient of one weight
+        hidden = checkpoint(lambda x: torch.tanh(first(x)), hidden, use_reentrant=True)
+    last(hidden).sum().backward()
+    return list_gradients(first, last)
+
+
 LOOPS: dict[str, Loop] = {
     "sgd": train(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     "adam": train(lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
@@ -315,6 +431,7 @@ LOOPS: dict[str, Loop] = {
     "scaler": train_scaled,
     "accumulation": accumulate,
     "gradient penalty": penalize_gradients,
+    "wgan": train_wgan,
     "clipping": clip,
     "hooks of parameters": hook_parameters,
     "hooks of modules": hook_modules,
@@ -338,5 +455,13 @@ LOOPS: dict[str, Loop] = {
     "sparse gradients": train_sparsely,
     "inference mode": read_in_inference_mode,
     "a mode of functions": train_under_a_mode,
+    "compiled": train_compiled,
+    "scripted": train_scripted,
+    "steps in hooks": step_in_hooks,
+    "retained gradient of a weight": retain_gradient_of_weight,
+    "gradients of gradients": differentiate_gradients,
+    "failing": fail_in_backward,
+    "tied weights": tie_weights,
+    "checkpoints of one layer": checkpoint_twice,
     "custom function": lambda batch: Square.apply(batch),  # the view replaces `apply` before a script runs
 }
