@@ -21,7 +21,6 @@ from typing import Any
 from rankless.plain_script.distant_files import describe_result, make_result, read_whole
 from rankless.plain_script.effects import Effects, replace_everywhere
 from rankless.plain_script.private_files import FILE_MODES, IO_OPEN, NEW_FILE, OS_OPEN, OpenFile, open_hollow, open_new
-from rankless.user_code import shorten_path
 
 OPENING_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 UNNAMED = getattr(os, "O_TMPFILE", 0)
@@ -57,6 +56,7 @@ class FileEffects:
         self._effects = effects
         self._seed = seed
         self._has_hosts = has_hosts
+        self._start = os.getcwd()
         self._changed: set[str] = set()
         """What the script has changed, and the folders that this is in."""
         self._trees: set[str] = set()
@@ -75,6 +75,7 @@ class FileEffects:
         """Replace Python's functions that change or read files, until this process ends."""
         replaced = [(owner, name, self._change_of(owner, name, places)) for owner, name, places in CHANGES]
         replaced += [(os, name, self._read_of(getattr(os, name))) for name in STATUS]
+        replaced += [(os, "chdir", self._chdir_of(os.chdir))] if self._has_hosts else []
         replaced += [(builtins, "open", self.open), (io, "open", self.open), (os, "open", self.open_descriptor)]
         replaced += [
             (tempfile, name, self._own_of(getattr(tempfile, name), place))
@@ -105,8 +106,10 @@ class FileEffects:
         return any(path == own or path.startswith(own + os.sep) for own in self._own)
 
     def describe(self, path: str) -> str:
-        """Return the name of a path that ranks compare."""
-        return "a temporary file" if self.is_own(path) else shorten_path(path)
+        """Return the name of a path that ranks compare. Hosts may start the script in different folders."""
+        if self.is_own(path):
+            return "a temporary file"
+        return os.path.relpath(path, self._start) if f"{path}{os.sep}".startswith(self._start + os.sep) else path
 
     def _is_ignored(self, path: str) -> bool:
         return path.startswith(self._ignored) or path.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__" in path
@@ -133,7 +136,7 @@ class FileEffects:
             return act()
         path = self.find_path(file)
         if not isinstance(mode, str) or not set(mode) & set("wax+"):
-            with self._find_source(path, file) as source:
+            with self.find_source(path, file) as source:
                 return act() if source is None else act(lambda _, flags: OS_OPEN(source, flags))
         if not self.is_shared(path):
             return act()
@@ -159,7 +162,7 @@ class FileEffects:
             return act()
         where = self.find_path(path, dir_fd)
         if not flags & OPENING_TO_WRITE:
-            with self._find_source(where, path) as source:
+            with self.find_source(where, path) as source:
                 return act() if source is None else OS_OPEN(source, flags)
         if not self.is_shared(where):
             return act()
@@ -190,7 +193,7 @@ class FileEffects:
         private = None
         if known is None:
             has_data = kept and not flags & (os.O_TRUNC | os.O_EXCL)
-            with self._find_source(path, path, may_lack=True) if has_data else nullcontext() as source:
+            with self.find_source(path, path, may_lack=True) if has_data else nullcontext() as source:
                 if not effects.is_first:
                     content = (source or path) if has_data else None
                     private = open_new(os.O_RDWR, content=content, size=0)
@@ -225,7 +228,7 @@ class FileEffects:
             self._opened[each] = [old for old in self._opened[each] if old.descriptor != opened.descriptor]
             self._find_opened(each)
         self._opened.setdefault(path, []).append(opened)
-        self._changed.update((path, os.path.dirname(path)))
+        self.note_change(path)
         return file
 
     # -- reading
@@ -243,7 +246,7 @@ class FileEffects:
         return known[0]
 
     def _prepare_read(self, path: str | None, *, content: bool = True) -> OpenFile | None:
-        """Make what the script has written to a path readable. Return this rank's private file if it is open.
+        """Make what the script has written to a path readable. Return the file if it is open.
 
         Args:
             path: The file or folder.
@@ -263,10 +266,10 @@ class FileEffects:
                     each.keeps_data = True
                 else:
                     each.fill(data)
-        return None if self._effects.is_first else opened
+        return opened
 
     @contextmanager
-    def _find_source(self, path: str | None, given: Any, *, may_lack: bool = False) -> Iterator[str | None]:
+    def find_source(self, path: str | None, given: Any, *, may_lack: bool = False) -> Iterator[str | None]:
         """Yield the path at which this rank reads what the script has written to a file; None for the file's own.
 
         Args:
@@ -276,7 +279,7 @@ class FileEffects:
         """
         opened = self._prepare_read(path)
         if opened is not None or not self._is_distant(path):
-            yield None if opened is None else opened.path
+            yield None if opened is None or self._effects.is_first else opened.path
             return
         assert path is not None
 
@@ -291,6 +294,10 @@ class FileEffects:
             file.write(data)
             file.flush()
             yield f"/dev/fd/{file.fileno()}"
+
+    def note_change(self, path: str) -> None:
+        """Note that the script changes a file by other means than Python's files."""
+        self._changed.update((path, os.path.dirname(path)))
 
     def _is_distant(self, path: str | None) -> bool:
         """Return whether ranks on other hosts than rank 0's must get something from it."""
@@ -330,9 +337,9 @@ class FileEffects:
                 return function(path, *args, **kwargs)
             where = self.find_path(path, kwargs.get("dir_fd"))
             opened = self._prepare_read(where, content=False)
-            if opened is not None and is_status:
+            if opened is not None and is_status and not self._effects.is_first:
                 return os.fstat(opened.descriptor)
-            if not self._is_distant(where):
+            if opened is not None or not self._is_distant(where):
                 return function(path, *args, **kwargs)
             assert where is not None
             shared = self._effects.once(
@@ -341,6 +348,23 @@ class FileEffects:
             return make_result(name, shared, path)
 
         return read
+
+    def _chdir_of(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return `os.chdir`, which can go to a folder that only rank 0's host has: the others make an empty one."""
+
+        def chdir(path: Any) -> None:
+            where = self.find_path(path)
+            if not self._is_distant(where):
+                function(path)
+                return
+            assert where is not None
+            self._effects.once(f"chdir to {self.describe(where)}", lambda: function(path))
+            if not self._effects.is_first:
+                with self._effects.alone():
+                    os.makedirs(where, exist_ok=True)
+                function(where)
+
+        return chdir
 
     # -- changes of folders
 
@@ -374,7 +398,8 @@ class FileEffects:
 
     def _follow(self, name: str, paths: Sequence[str]) -> None:
         """Note what has changed, and let the private files follow a file that has been renamed or removed."""
-        self._changed.update(paths, map(os.path.dirname, paths))
+        for path in paths:
+            self.note_change(path)
         if name in TREES:
             self._trees.update(paths)
         if name in ("rename", "replace", "renames", "move") and len(paths) == 2:
