@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from rankless.errors import RanklessError
+from rankless.errors import RanklessError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 from rankless.user_code import script_line
@@ -49,6 +49,8 @@ class Agreement:
         self._notes: deque[str] = deque(maxlen=KEPT_NOTES)
         self._known: dict[int, int] = {}
         self._process_id = os.getpid()
+        self._difference: RanksDiverged | None = None
+        """What has been raised: a script that catches it must not go on, because other ranks may wait elsewhere."""
 
     def is_script_thread(self) -> bool:
         """Return whether this is the script's main thread, or a thread that PyTorch has started for it."""
@@ -102,11 +104,17 @@ class Agreement:
                 fix="read the values in the main thread, as batch.numpy() does, and pass them to the thread or process",
                 where=script_line(sys._getframe(1)) or None,
             )
+        if self._difference is not None:
+            raise self._difference
         digests = [self._calls & (1 << 64) - 1, self._values, *(digest_generators() if generators else ())]
         details = encode_msgpack(list(self._notes))
-        self._mesh.check_sync_point(
-            where, names=list_names, digests=digests, details=details, describe=self._describe_difference
-        )
+        try:
+            self._mesh.check_sync_point(
+                where, names=list_names, digests=digests, details=details, describe=self._describe_difference
+            )
+        except RanksDiverged as error:
+            self._difference = error
+            raise
 
     def _describe_difference(self, names: Sequence[str], details: Mapping[int, bytes]) -> tuple[str, str] | None:
         """Return what differs between the notes of the ranks, and how to correct it; see `Mesh.check_sync_point`."""

@@ -62,7 +62,7 @@ class EffectRanks(Protocol):
         ...
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class EffectOutcome(msgspec.Struct, frozen=True):
     """What rank 0 shares of an effect: what it returned, or its error."""
 
     value: Any = None
@@ -212,16 +212,16 @@ class Effects:
         """Let rank 0 act, and return on every rank what it returned. The ranks have met."""
         with self.alone():
             if not self.is_first:
-                outcome = msgspec.msgpack.decode(self.ranks.share(b""), type=Outcome)
+                outcome = msgspec.msgpack.decode(self.ranks.share(b""), type=EffectOutcome)
                 if outcome.error is not None:
                     raise make_same_error(outcome.error, rank=0)
                 return outcome.value
-            outcome = Outcome(error=describe_error(RuntimeError("rank 0 was interrupted")))
+            outcome = EffectOutcome(error=describe_error(RuntimeError("rank 0 was interrupted")))
             try:
                 value = act()
-                outcome = Outcome(value=value)
+                outcome = EffectOutcome(value=value)
             except Exception as error:
-                outcome = Outcome(error=describe_error(error))
+                outcome = EffectOutcome(error=describe_error(error))
                 raise
             finally:
                 self.ranks.share(encode_msgpack(outcome))

@@ -14,12 +14,13 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from rankless.plain_script.distant_files import describe_result, make_result, read_whole
 from rankless.plain_script.effects import Effects, replace_everywhere
-from rankless.plain_script.private_files import FILE_MODES, IO_OPEN, OS_OPEN, OpenFile, open_hollow, open_new
-from rankless.user_code import shorten_path
+from rankless.plain_script.private_files import FILE_MODES, IO_OPEN, NEW_FILE, OS_OPEN, OpenFile, open_hollow, open_new
 
 OPENING_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 UNNAMED = getattr(os, "O_TMPFILE", 0)
@@ -35,6 +36,8 @@ CHANGES: tuple[tuple[Any, str, tuple[int, ...]], ...] = (
     (shutil, "unpack_archive", (1,)),
 )
 """Functions that change files or folders, and the positions of the arguments that name what they change."""
+TREES = ("rename", "replace", "renames", "move", "rmtree", "copytree", "unpack_archive", "make_archive")
+"""Those that may change all that is in a folder."""
 KEYWORDS = ("path", "src", "dst", "name", "file", "base_name", "extract_dir", "base_format")
 STATUS = ("stat", "lstat", "access", "scandir", "listdir")
 
@@ -46,11 +49,18 @@ class FileEffects:
         effects: What the ranks do once.
         ignored: Beginnings of paths that are nobody's effects: devices, caches of libraries, the run's own folder.
         seed: Of the names of temporary files in folders that the script names, the same on all ranks.
+        has_hosts: Whether the ranks are on several hosts. Then they get from rank 0 what the script has changed.
     """
 
-    def __init__(self, effects: Effects, ignored: Sequence[str], *, seed: int) -> None:
+    def __init__(self, effects: Effects, ignored: Sequence[str], *, seed: int, has_hosts: bool) -> None:
         self._effects = effects
         self._seed = seed
+        self._has_hosts = has_hosts
+        self._start = os.getcwd()
+        self._changed: set[str] = set()
+        """What the script has changed, and the folders that this is in."""
+        self._trees: set[str] = set()
+        """Folders that it has changed with all that they contain."""
         self._ignored = tuple(ignored)
         self._own: set[str] = set()
         """Files and folders that `tempfile` has made for this rank alone."""
@@ -65,6 +75,7 @@ class FileEffects:
         """Replace Python's functions that change or read files, until this process ends."""
         replaced = [(owner, name, self._change_of(owner, name, places)) for owner, name, places in CHANGES]
         replaced += [(os, name, self._read_of(getattr(os, name))) for name in STATUS]
+        replaced += [(os, "chdir", self._chdir_of(os.chdir))] if self._has_hosts else []
         replaced += [(builtins, "open", self.open), (io, "open", self.open), (os, "open", self.open_descriptor)]
         replaced += [
             (tempfile, name, self._own_of(getattr(tempfile, name), place))
@@ -95,8 +106,10 @@ class FileEffects:
         return any(path == own or path.startswith(own + os.sep) for own in self._own)
 
     def describe(self, path: str) -> str:
-        """Return the name of a path that ranks compare."""
-        return "a temporary file" if self.is_own(path) else shorten_path(path)
+        """Return the name of a path that ranks compare. Hosts may start the script in different folders."""
+        if self.is_own(path):
+            return "a temporary file"
+        return os.path.relpath(path, self._start) if f"{path}{os.sep}".startswith(self._start + os.sep) else path
 
     def _is_ignored(self, path: str) -> bool:
         return path.startswith(self._ignored) or path.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__" in path
@@ -123,8 +136,8 @@ class FileEffects:
             return act()
         path = self.find_path(file)
         if not isinstance(mode, str) or not set(mode) & set("wax+"):
-            opened = self._prepare_read(path)
-            return act() if opened is None else act(lambda _, flags: OS_OPEN(opened.path, flags))
+            with self.find_source(path, file) as source:
+                return act() if source is None else act(lambda _, flags: OS_OPEN(source, flags))
         if not self.is_shared(path):
             return act()
         assert path is not None
@@ -149,8 +162,8 @@ class FileEffects:
             return act()
         where = self.find_path(path, dir_fd)
         if not flags & OPENING_TO_WRITE:
-            opened = self._prepare_read(where)
-            return act() if opened is None else OS_OPEN(opened.path, flags)
+            with self.find_source(where, path) as source:
+                return act() if source is None else OS_OPEN(source, flags)
         if not self.is_shared(where):
             return act()
         assert where is not None
@@ -177,8 +190,13 @@ class FileEffects:
             self._finish()
         if known is not None and kept:
             self._prepare_read(path)  # the private file gets the data that it lacks
-        content = path if kept and not flags & (os.O_TRUNC | os.O_EXCL) else None
-        private = None if known is not None or effects.is_first else open_new(os.O_RDWR, content=content, size=0)
+        private = None
+        if known is None:
+            has_data = kept and not flags & (os.O_TRUNC | os.O_EXCL)
+            with self.find_source(path, path, may_lack=True) if has_data else nullcontext() as source:
+                if not effects.is_first:
+                    content = (source or path) if has_data else None
+                    private = open_new(os.O_RDWR, content=content, size=0)
         made: list[Any] = []
 
         def act() -> int:
@@ -210,6 +228,7 @@ class FileEffects:
             self._opened[each] = [old for old in self._opened[each] if old.descriptor != opened.descriptor]
             self._find_opened(each)
         self._opened.setdefault(path, []).append(opened)
+        self.note_change(path)
         return file
 
     # -- reading
@@ -227,7 +246,7 @@ class FileEffects:
         return known[0]
 
     def _prepare_read(self, path: str | None, *, content: bool = True) -> OpenFile | None:
-        """Make what the script has written to a path readable. Return this rank's private file if it is open.
+        """Make what the script has written to a path readable. Return the file if it is open.
 
         Args:
             path: The file or folder.
@@ -247,7 +266,45 @@ class FileEffects:
                     each.keeps_data = True
                 else:
                     each.fill(data)
-        return None if self._effects.is_first else opened
+        return opened
+
+    @contextmanager
+    def find_source(self, path: str | None, given: Any, *, may_lack: bool = False) -> Iterator[str | None]:
+        """Yield the path at which this rank reads what the script has written to a file; None for the file's own.
+
+        Args:
+            path: The file.
+            given: Its name as the script gave it, for errors.
+            may_lack: Whether it need not exist.
+        """
+        opened = self._prepare_read(path)
+        if opened is not None or not self._is_distant(path):
+            yield None if opened is None or self._effects.is_first else opened.path
+            return
+        assert path is not None
+
+        def read() -> bytes:
+            return b"" if may_lack and not os.path.exists(path) else read_whole(IO_OPEN, given)
+
+        data = self._effects.once(f"read {self.describe(path)}", read)
+        if self._effects.is_first:
+            yield None
+            return
+        with NEW_FILE() as file:
+            file.write(data)
+            file.flush()
+            yield f"/dev/fd/{file.fileno()}"
+
+    def note_change(self, path: str) -> None:
+        """Note that the script changes a file by other means than Python's files."""
+        self._changed.update((path, os.path.dirname(path)))
+
+    def _is_distant(self, path: str | None) -> bool:
+        """Return whether ranks on other hosts than rank 0's must get something from it."""
+        if not self._has_hosts or path is None or not self._effects.is_active or not self._effects.can_meet:
+            return False
+        is_changed = path in self._changed or any(path.startswith(each + os.sep) for each in self._trees)
+        return is_changed and not self.is_own(path)
 
     def _has_unfinished(self, folder: str) -> bool:
         """Return whether files in a folder have been closed since the ranks last met."""
@@ -270,15 +327,44 @@ class FileEffects:
 
     def _read_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function of `os` that reads the status of a file or the entries of a folder."""
-        is_status = function.__name__ in ("stat", "lstat")
+        name = function.__name__
+        is_status = name in ("stat", "lstat")
 
         def read(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            if not (self._opened or self._unfinished) or isinstance(path, int) or not self._effects.is_active:
+            if isinstance(path, int) or not (self._opened or self._unfinished or self._has_hosts):
                 return function(path, *args, **kwargs)
-            opened = self._prepare_read(self.find_path(path, kwargs.get("dir_fd")), content=False)
-            return os.fstat(opened.descriptor) if opened is not None and is_status else function(path, *args, **kwargs)
+            if not self._effects.is_active:
+                return function(path, *args, **kwargs)
+            where = self.find_path(path, kwargs.get("dir_fd"))
+            opened = self._prepare_read(where, content=False)
+            if opened is not None and is_status and not self._effects.is_first:
+                return os.fstat(opened.descriptor)
+            if opened is not None or not self._is_distant(where):
+                return function(path, *args, **kwargs)
+            assert where is not None
+            shared = self._effects.once(
+                f"{name} of {self.describe(where)}", lambda: describe_result(name, function(path, *args, **kwargs))
+            )
+            return make_result(name, shared, path)
 
         return read
+
+    def _chdir_of(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Return `os.chdir`, which can go to a folder that only rank 0's host has: the others make an empty one."""
+
+        def chdir(path: Any) -> None:
+            where = self.find_path(path)
+            if not self._is_distant(where):
+                function(path)
+                return
+            assert where is not None
+            self._effects.once(f"chdir to {self.describe(where)}", lambda: function(path))
+            if not self._effects.is_first:
+                with self._effects.alone():
+                    os.makedirs(where, exist_ok=True)
+                function(where)
+
+        return chdir
 
     # -- changes of folders
 
@@ -311,7 +397,11 @@ class FileEffects:
         return change
 
     def _follow(self, name: str, paths: Sequence[str]) -> None:
-        """Let the private files follow a file that has been renamed or removed."""
+        """Note what has changed, and let the private files follow a file that has been renamed or removed."""
+        for path in paths:
+            self.note_change(path)
+        if name in TREES:
+            self._trees.update(paths)
         if name in ("rename", "replace", "renames", "move") and len(paths) == 2:
             source, target = paths
             if self.is_own(source) and not self._effects.is_first:

@@ -77,12 +77,14 @@ class LibraryWriters:
             named = next((key for key in ("f", "filename") if key in kwargs), None)
             given = kwargs[named] if named else args[place] if place < len(args) else None
             path = None if isinstance(given, int) or not self._effects.is_active else self._files.find_path(given)
-            if not self._files.is_shared(path):
+            if path is None or not self._files.is_shared(path):
                 return save(*args, **kwargs)
             try:  # all ranks learn now if it fails
                 self._files.open(given, "wb").close()
             except OSError:  # the function has its own error for this
-                return self._effects.once(f"{save.__name__} to {path}", lambda: save(*args, **kwargs))
+                return self._effects.once(
+                    f"{save.__name__} to {self._files.describe(path)}", lambda: save(*args, **kwargs)
+                )
             target = given if self._effects.is_first else os.devnull
             if named:
                 kwargs[named] = target
@@ -181,13 +183,14 @@ class LibraryWriters:
             assert path is not None
             what = f"sqlite3.connect of {self._files.describe(path)}"
             self._effects.meet(what)
-            if not self._effects.is_first:
-                with self._effects.alone():
+            with self._files.find_source(path, path, may_lack=True) as source, self._effects.alone():
+                if not self._effects.is_first:
                     folder = tempfile.mkdtemp()
                     atexit.register(shutil.rmtree, folder, ignore_errors=True)
                     database = os.path.join(folder, os.path.basename(path))
-                    if os.path.exists(path):
-                        shutil.copyfile(path, database)
+                    if os.path.exists(source or path):
+                        shutil.copyfile(source or path, database)
+            self._files.note_change(path)
             self._effects.meet(what)
             return self._finish_together(lambda: connect(database, *args, **kwargs))
 

@@ -19,11 +19,14 @@ class Outside:
         join: Joins the other ranks. Called at the script's first effect.
         seed: The seed of the run.
         ignored: Beginnings of paths whose changes are nobody's effects.
+        has_hosts: Whether the ranks are on several hosts.
     """
 
-    def __init__(self, rank: int, join: Callable[[], EffectRanks], *, seed: int, ignored: Sequence[str]) -> None:
+    def __init__(
+        self, rank: int, join: Callable[[], EffectRanks], *, seed: int, ignored: Sequence[str], has_hosts: bool
+    ) -> None:
         self.effects = Effects(rank, join)
-        self._files = FileEffects(self.effects, ignored, seed=seed)
+        self._files = FileEffects(self.effects, ignored, seed=seed, has_hosts=has_hosts)
         self._processes = ProcessEffects(self.effects)
         self._sources = EqualSources(self.effects, seed)
         self._patches = self._list_patches()

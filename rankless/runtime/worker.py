@@ -113,7 +113,11 @@ class WorkerProcess:
         """What surrounds a script in the logical view: a `rankless.plain_script.outside.Outside`."""
         if config.is_logical:
             self._outside = importlib.import_module("rankless.plain_script.outside").Outside(
-                config.rank, self._join_ranks, seed=config.seed or 0, ignored=list_ignored(config)
+                config.rank,
+                self._join_ranks,
+                seed=config.seed or 0,
+                ignored=list_ignored(config),
+                has_hosts=config.host_count > 1,
             )
         self._meeting: Any = None
         """How its ranks meet, once they have joined."""

@@ -123,6 +123,7 @@ UNREACHABLE_ERRORS = {
     "rankless.compiler.tracing.replaced_functions.TakesNestedTensor": "the encoder's replaced forward pass catches it",
     "rankless.compiler.capture.value_reads.ValueNeeded": "the job captures the program again with the value",
     "rankless.compiler.lowering.value_check.OtherValueRead": "the job runs the program of the value found",
+    "rankless.plain_script.effects.EffectWhileReading": "all ranks read the batch whole, and have the effect together",
     "rankless.data.sample_reader.ReaderProcessError": "the __cause__ of a DataError, with a traceback",
     "rankless.extensions.servers.service.server_connection.ReadInterruptedError": "the read is made again",
     "rankless.logical.call_plan.CannotDivide": "the call runs on whole values",

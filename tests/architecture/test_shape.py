@@ -56,6 +56,7 @@ MANY_PARAMETERS = {
     },
     "rankless/extensions/horovod/runner/__init__.py:run": "is horovod.run",
     "rankless/collectives/distributed_sampler.py:__init__": "takes what torch's DistributedSampler takes, and padding=",
+    "rankless/plain_script/file_effects.py:open": "takes what Python's open takes",
     "rankless/api.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/api.py:loader": "takes what torch's DataLoader takes, under its names",
     "rankless/extensions/servers/embedding.py:__init__": "the settings of a table, beside what torch's Embedding takes",

@@ -10,7 +10,7 @@ import pytest
 from support.jobs import job_environment
 from support.warm_runs import rankless
 
-SCRIPTS = Path(__file__).with_name("sabotage")
+SCRIPTS = Path(__file__).with_name("unequal")
 EQUAL = (
     *("clock_noise", "clock_rate", "clock_seed", "clock_stop", "clock_in_data", "date_seed", "date_text_seed"),
     *("urandom_noise", "urandom_seed", "secrets_rate", "uuid_seed", "entropy_in_data"),
