@@ -57,7 +57,9 @@ def changed_script(diff: str) -> str:
 # result.
 TEXTS = [body for page in PAGES for body in blocks(page, "python")]
 TEXTS += [changed_script(body) for body in blocks(ROOT / "docs/guides/loop-to-job.md", "diff")]
-SCRIPTS = [(found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body))]
+SCRIPTS = list(
+    dict.fromkeys((found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body)))
+)  # both READMEs have one script
 DIRECTIVES = {"{toctree}", "{include}", "{eval-rst}", "{command-reference}", "{error-catalogue}"}
 
 
