@@ -147,7 +147,7 @@ SHOWN_BY = {
     "If a machine of a run": (
         "collectives/backends/hosts/test_opening.py::test_a_host_without_memory_makes_all_ranks_use_gloo"
     ),
-    "Several workers have": "::test_several_workers_have_no_standard_input",
+    "Several workers of": "::test_several_workers_have_no_standard_input",
     "`--debug-rank` gives": (
         "launch/test_debug_rank.py::test_a_rank_with_the_terminal_is_debugged_while_the_others_wait"
     ),
