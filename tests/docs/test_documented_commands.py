@@ -54,10 +54,11 @@ def changed_script(diff: str) -> str:
 
 
 # A block that begins with a file's name is a script that commands of the pages may run. The guide's diff stands for its
-# result.
+# result, and both READMEs have the same script.
 TEXTS = [body for page in PAGES for body in blocks(page, "python")]
 TEXTS += [changed_script(body) for body in blocks(ROOT / "docs/guides/loop-to-job.md", "diff")]
-SCRIPTS = [(found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body))]
+NAMED = [(found[1], body) for body in TEXTS if (found := re.match(r"# (\w+\.py)\n", body))]
+SCRIPTS = list(dict.fromkeys(NAMED))
 DIRECTIVES = {"{toctree}", "{include}", "{eval-rst}", "{command-reference}", "{error-catalogue}"}
 
 

@@ -4,6 +4,7 @@ import ast
 import platform
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
@@ -22,7 +23,11 @@ from rankless.context.world import World
 from rankless.errors import ConfigError, DataError
 from rankless.jobs.call_agreement import fingerprint_tensor
 from rankless.jobs.job import make_job
+from rankless.jobs.job_definition import StepOptions
+from rankless.logical.gradients import LogicalBackward
+from rankless.logical.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
+from rankless.plain_script.loaders import divide_batch, divide_batches
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/limitations.md"
@@ -58,11 +63,27 @@ SHOWN_BY = {
     "`rankless status` lists": "::test_status_says_which_runs_it_leaves_out",
     "A failure of a worker": "launch/test_failures.py::test_the_other_ranks_are_ended_soon",
     "Elastic Horovod jobs": "jobs/test_lost_workers_on_hosts.py::test_the_others_go_on",
+    "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
+    "`--mesh` with": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
+    "A script without a": "logical/test_scripts.py::test_a_plain_script_prints_and_writes_what_it_does_on_one_device",
+    "Every worker computes": (
+        "logical/test_scripts.py::test_a_plain_script_prints_and_writes_what_it_does_on_one_device"
+    ),
+    "Parameters, gradients and": "::test_what_the_logical_view_does_not_divide",
+    "The script's own": "::test_what_the_logical_view_does_not_divide",
+    "A notice names each": "::test_what_the_logical_view_does_not_divide",
+    "Every rank reads": "::test_loaders_whose_batches_every_rank_reads_whole",
+    "A thread of": "::test_threads_do_not_take_part_in_the_logical_view",
+    "A `DataLoader` in": "::test_threads_do_not_take_part_in_the_logical_view",
+    "`DistributedDataParallel`": (
+        "plain_script/test_single_process.py::test_what_needs_ranks_ends_with_an_error_that_names_the_other_option"
+    ),
     "A job must be one program.": "jobs/test_whole_batch.py::test_a_refusal_names_the_way_out",
     "Shapes may depend": "compiler/test_selected_rows.py::test_rows_of_different_masks",
     "Packed sequences": "::test_what_jobs_cannot_do_on_two_workers",
+    "Such a job runs": "::test_what_jobs_cannot_do_on_two_workers",
+    "It is refused with": "::test_what_jobs_cannot_do_on_two_workers",
     "`capture=False` runs": "jobs/test_whole_batch.py::test_the_job_trains_as_the_plain_script_on_every_rank",
-    "An argument that requires": "::test_what_jobs_cannot_do_on_two_workers",
     "`backward()`": "compiler/test_adversarial_cases.py::test_the_job_is_refused_with_the_cause_and_the_line",
     "An operator without": (
         "compiler/test_operators.py::test_an_operator_without_a_rule_is_exact_and_reported_with_its_line"
@@ -110,7 +131,7 @@ SHOWN_BY = {
     "If a `collate_fn`": (
         "data/test_collation_probe.py::test_functions_that_need_the_whole_batch_get_it_with_one_notice"
     ),
-    "A notice names": "data/test_collation_probe.py::test_the_notice_names_the_line_and_the_shapes",
+    "A notice names the": "data/test_collation_probe.py::test_the_notice_names_the_line_and_the_shapes",
     "Batches that each": "data/test_collation_probe.py::test_buckets_of_one_length_never_verify_a_function",
     "A `collate_fn` that begins": (
         "data/test_collation_probe.py::test_random_numbers_that_begin_later_are_a_data_loaders_or_refused"
@@ -126,7 +147,7 @@ SHOWN_BY = {
     "If a machine of a run": (
         "collectives/backends/hosts/test_opening.py::test_a_host_without_memory_makes_all_ranks_use_gloo"
     ),
-    "Several workers have": "::test_several_workers_have_no_standard_input",
+    "Several workers of": "::test_several_workers_have_no_standard_input",
     "`--debug-rank` gives": (
         "launch/test_debug_rank.py::test_a_rank_with_the_terminal_is_debugged_while_the_others_wait"
     ),
@@ -189,11 +210,12 @@ def test_no_mesh_is_searched_for():
         parse_mesh("auto")
 
 
-def attempt(mesh: Mesh, loss, models, optimizer, *arguments) -> tuple[str, list[str]]:
+def attempt(mesh: Mesh, loss, models, optimizer, *arguments, **options) -> tuple[str, list[str]]:
     """Call a job once. Return its error, and the warnings of the call."""
     warnings: list[str] = []
     world = World(mesh=mesh, notify=warnings.append, send_record=lambda _: None)
-    job = make_job(loss, model=models, optimizer=optimizer, view=None, world=lambda: world)
+    given = StepOptions(**options)
+    job = make_job(loss, model=models, optimizer=optimizer, view=None, world=lambda: world, step_options=given)
     try:
         job(*arguments)
     except Exception as error:
@@ -205,14 +227,14 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def pack_sequences(mesh: Mesh) -> tuple[str, list[str]]:
+def pack_sequences(mesh: Mesh, **options) -> tuple[str, list[str]]:
     model = nn.LSTM(3, 4, batch_first=True)
 
     def loss(x, lengths):
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
         return model(packed)[0].data.mean()
 
-    return attempt(mesh, loss, model, sgd(model), torch.ones(4, 5, 3), torch.tensor([5, 4, 3, 2]))
+    return attempt(mesh, loss, model, sgd(model), torch.ones(4, 5, 3), torch.tensor([5, 4, 3, 2]), **options)
 
 
 def sum_over_the_batch(mesh: Mesh, rows: int) -> tuple[str, list[str]]:
@@ -235,14 +257,28 @@ def fail_after_batch_norm(mesh: Mesh) -> list[float]:
 def what_two_workers_refuse(mesh: Mesh):
     model = nn.Linear(4, 4)
     argument = torch.ones(4, 4, requires_grad=True)
-    refused = attempt(mesh, lambda x: model(x).mean(), model, sgd(model), argument)[0], pack_sequences(mesh)[0]
-    return refused, sum_over_the_batch(mesh, 8000), sum_over_the_batch(mesh, 800), fail_after_batch_norm(mesh)
+
+    def mean(x):
+        return model(x).mean()
+
+    given = [
+        (
+            *attempt(mesh, lambda x: model(x).mean(), model, sgd(model), argument, **options),
+            *pack_sequences(mesh, **options),
+        )
+        for options in ({}, {"accumulate": 2})
+    ]
+    return given, sum_over_the_batch(mesh, 8000), sum_over_the_batch(mesh, 800), fail_after_batch_norm(mesh)
 
 
 def test_what_jobs_cannot_do_on_two_workers():
-    for (argument, packed), many, few, mean in on_mesh(2, what_two_workers_refuse):
-        assert "requires a gradient" in argument
-        assert "pack_padded_sequence" in packed
+    for ((argument, notices, packed, more), refused), many, few, mean in on_mesh(2, what_two_workers_refuse):
+        assert argument == packed == ""
+        assert "requires a gradient" in notices[0]
+        assert "pack_padded_sequence needs the value of a tensor" in more[0]
+        assert all("run one by one on divided batches" in each[0] for each in (notices, more))
+        assert "requires a gradient" in refused[0]
+        assert "pack_padded_sequence needs the value of a tensor" in refused[2]
         assert many[0] == few[0] == ""
         assert "cumsum gathers 128 kB per step" in many[1][0]
         assert not few[1]
@@ -251,6 +287,98 @@ def test_what_jobs_cannot_do_on_two_workers():
 
 def test_a_failed_call_on_one_device_has_updated_statistics():
     assert fail_after_batch_norm(Mesh.solo()) == pytest.approx([0.1] * 4)
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(_, x):
+        return x.round()
+
+    @staticmethod
+    def backward(_, gradient):
+        return gradient
+
+
+def train_in_the_logical_view(mesh: Mesh) -> tuple[list[str], list[tuple[int, ...]]]:
+    """Return the notices of a step, and the shapes of plain tensors of the training's state."""
+    notices: list[str] = []
+    view = LogicalView(mesh, notices.append)
+    model = nn.Linear(4, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with LogicalBackward(view).install():
+        x = divide_batch(torch.ones(8, 4), view, rows=8)
+        assert type(x) is DividedTensor
+        for _ in range(2):
+            Rounded.apply(model(x)).sum().backward()
+            torch.vmap(torch.sin)(x)
+            torch.histc(x)
+            optimizer.step()
+    state = [model.weight, model.weight.grad, optimizer.state[model.weight]["momentum_buffer"]]
+    return notices, [tuple(each.shape) for each in state if type(each) in (nn.Parameter, torch.Tensor)]
+
+
+def test_what_the_logical_view_does_not_divide():
+    for notices, shapes in on_mesh(2, train_in_the_logical_view):
+        assert shapes == [(6, 4)] * 3
+        named = [re.search(r": (\S+) runs on the whole batch on every rank", notice) for notice in notices]
+        assert [each and each[1] for each in named] == ["Rounded", "torch.sin", "torch.histc"]
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __init__(self):
+        self.read: list[int] = []
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self):
+        self.read: list[int] = []
+
+    def __iter__(self):
+        for index in range(8):
+            self.read.append(index)
+            yield index
+
+
+def read_batches(mesh: Mesh) -> list[list[int]]:
+    """Return what this rank reads of loaders of each kind."""
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
+    found = []
+    with divide_batches(LogicalView(mesh, lambda _: None), world):
+        for dataset, collate in ((Numbers(), None), (Numbers(), torch.tensor), (Stream(), None)):
+            for batch in torch.utils.data.DataLoader(dataset, batch_size=4, collate_fn=collate):
+                assert type(batch) is DividedTensor
+            found.append(dataset.read)
+    return found
+
+
+def test_loaders_whose_batches_every_rank_reads_whole():
+    for plain, collated, streamed in on_mesh(2, read_batches):
+        assert set(plain) != set(range(8))
+        assert collated == streamed == list(range(8))
+
+
+def read_in_a_thread(mesh: Mesh) -> tuple[str, list[type]]:
+    """Return the error of a thread that reads a divided tensor, and the types of batches of a loader in a thread."""
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
+    view = LogicalView(mesh, lambda _: None)
+    x = divide_batch(torch.ones(8, 4), view, rows=8)
+    with divide_batches(view, world), ThreadPoolExecutor(1) as pool:
+        error = pool.submit(x.tolist).exception()
+        batches = pool.submit(lambda: list(torch.utils.data.DataLoader(Numbers(), batch_size=4))).result()
+    return str(error), [type(batch) for batch in batches]
+
+
+def test_threads_do_not_take_part_in_the_logical_view():
+    for error, types in on_mesh(2, read_in_a_thread):
+        assert "expected: reads of divided batches in the script's main thread" in error
+        assert types == [torch.Tensor] * 2
 
 
 class WithABadSample(torch.utils.data.Dataset):
