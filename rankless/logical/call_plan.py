@@ -24,11 +24,13 @@ from torch.utils import _pytree as pytree
 
 from rankless.compiler.codegen.codegen import generate_function
 from rankless.compiler.ir import custom_ops
+from rankless.compiler.ir.logical_program import LogicalValue
+from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
-from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes
+from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
 from rankless.logical.call_trace import (
     CallArguments,
     ChangedArgument,
@@ -44,6 +46,10 @@ from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Sh
 
 DIFFERENTIABLE = frozenset({custom_ops.run_linear, getitem})
 """Functions of local programs, besides PyTorch's operators, that PyTorch's autograd differentiates."""
+
+
+OF_PART: Any = object()
+"""Stands for an order in memory that the strides of each rank's part show."""
 
 
 class CannotDivide(Exception):
@@ -75,6 +81,7 @@ class CallPlan:
         kind: The kind of plan.
         placements: Those of the tensors of the result, then of `changed`.
         shapes: Their logical shapes.
+        orders: The orders of their dims in memory, where a part is too short to show it; else `OF_PART`.
         leaves: What the function returns: None for each tensor that is no argument.
         structure: What puts these together.
         changed: The tensor arguments, by number, that get new values. In a direct plan the function changes them.
@@ -91,6 +98,7 @@ class CallPlan:
     kind: Literal["direct", "generated", "pair"]
     placements: tuple[Placement, ...]
     shapes: tuple[tuple[int, ...], ...]
+    orders: tuple[Any, ...]
     leaves: tuple[ChangedArgument | PlainLeaf | None, ...]
     structure: pytree.TreeSpec
     changed: tuple[int, ...] = ()
@@ -300,6 +308,7 @@ def make_plan(parts: "ProgramParts", symbols: Sequence[str] = ()) -> CallPlan:
         kind="generated",
         placements=lowered.placements,
         shapes=list_shapes(lowered.traced, lowered.changed),
+        orders=list_orders(lowered),
         leaves=lowered.traced.result_leaves,
         structure=lowered.traced.result_structure,
         changed=lowered.changed,
@@ -356,9 +365,29 @@ def settle(placement: Placement) -> Placement:
 
 def list_shapes(traced: TracedCall, changed: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the logical shapes of results and of new values of `changed` arguments."""
+    return tuple(tuple(value.shape) for value in list_values(traced, changed))
+
+
+def list_values(traced: TracedCall, changed: Sequence[int]) -> list[LogicalValue]:
+    """Return the values of results, and the new values of `changed` arguments."""
     results, values = traced.find_outputs("result"), traced.find_outputs("changed argument")
     nodes = [*(results[number] for number in sorted(results)), *(values[number] for number in changed)]
-    return tuple(tuple(node.meta["val"].shape) for node in nodes)
+    return [node.meta["val"] for node in nodes]
+
+
+def list_orders(lowered: LoweredCall) -> tuple[Any, ...]:
+    """Return the orders in memory of results and new values; see `CallPlan`."""
+    return tuple(
+        OF_PART
+        if not isinstance(placement, Shard) or has_rows_everywhere(placement)
+        else find_memory_order(value.shape, value.strides)
+        for value, placement in zip(list_values(lowered.traced, lowered.changed), lowered.placements, strict=True)
+    )
+
+
+def has_rows_everywhere(placement: Placement) -> bool:
+    """Return whether every rank has several rows, whose strides show how a value lies in memory."""
+    return not isinstance(placement, Shard) or min(placement.lengths) >= MIN_SYMBOLIC_SIZE
 
 
 def is_argument(described: Any) -> bool:

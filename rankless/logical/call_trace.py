@@ -38,7 +38,11 @@ from rankless.compiler.ir.logical_program import (
     is_random_node,
 )
 from rankless.compiler.ir.memory_order import make_empty
-from rankless.compiler.tracing.replaced_functions import average_with_tensors, take_paths_of_plain_run
+from rankless.compiler.tracing.replaced_functions import (
+    average_with_tensors,
+    draw_bernoulli,
+    take_paths_of_plain_run,
+)
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, is_symbolic
 
 
@@ -179,7 +183,11 @@ class CalledFunction(nn.Module):
         count = len(self.arguments.kinds)
         given = [tensor.clone() if place in self.changed else tensor for place, tensor in enumerate(inputs[:count])]
         args, kwargs = self.arguments.fill(given, inputs[count:])
-        function = get_items if self.function is Tensor.__getitem__ and len(inputs) > count else self.function
+        function = self.function
+        if function is Tensor.__getitem__ and len(inputs) > count:
+            function = get_items
+        elif function is Tensor.bernoulli_:
+            function = draw_bernoulli
         leaves, self.structure = pytree.tree_flatten(function(*args, **kwargs))
         found = {id(given[place]): ChangedArgument(place) for place in self.changed}
         self.leaves = [found.get(id(leaf), leaf) for leaf in leaves]

@@ -13,7 +13,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch._functorch import apis
+from torch._functorch import apis, eager_transforms
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
@@ -30,7 +30,18 @@ from rankless.user_code import caller_line
 RUN_BACKWARD = torch.autograd.backward
 RUN_GRAD = torch.autograd.grad
 APPLY = vars(torch.autograd.Function)["apply"].__func__
-VMAP = vars(apis)["vmap_impl"]
+TRANSFORMS = [
+    (module, name, vars(module)[name])
+    for module, name in (
+        (apis, "vmap_impl"),
+        (eager_transforms, "_vjp_with_argnums"),
+        (eager_transforms, "_jvp_with_argnums"),
+        (eager_transforms, "grad_and_value_impl"),
+        (eager_transforms, "linearize"),
+    )
+    if hasattr(module, name)
+]
+"""What runs functions of the script under the transforms of `torch.func`."""
 COMPILE = torch.compile
 RETAIN_GRAD: Callable[[Tensor], None] = Tensor.retain_grad
 MAKE_HOOK: Callable[..., None] = vars(BackwardHook)["__init__"]
@@ -64,7 +75,7 @@ class LogicalBackward:
             (Tensor, "retain_grad", offer_to_modes(self._retain_gradient())),
             (torch, "compile", self._compile),
             (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
-            (apis, "vmap_impl", self._run_whole(VMAP)),
+            *((module, name, self._run_whole(run)) for module, name, run in TRANSFORMS),
             (BackwardHook, "__init__", self._make_module_hooks()),
         ]
         HANDLERS[Tensor.backward] = self._backward_of
@@ -162,7 +173,8 @@ class LogicalBackward:
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
         """Run `torch.autograd.grad`; gradients of plain tensors are whole."""
-        if TRACE_STATE.is_tracing:
+        # A transform of torch.func differentiates values that are whole.
+        if TRACE_STATE.is_tracing or torch._C._functorch.peek_interpreter_stack() is not None:
             found: tuple[Tensor | None, ...] = RUN_GRAD(outputs, inputs, grad_outputs, *args, **kwargs)
             return found
         with torch._C.DisableTorchFunctionSubclass():

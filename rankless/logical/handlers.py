@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankless.logical.moves import find_gradient_placement, move
-from rankless.logical.tensor import HANDLERS, DividedTensor, call
+from rankless.logical.tensor import HANDLERS, DividedTensor, call, make_divided
 from rankless.parallel.tensor_placement import Placement, Replicate
 
 GETTERS = vars(torch._C.TensorBase)
@@ -172,7 +172,7 @@ def mark_part(local: Tensor) -> None:
 @handles(GETTERS["data"].__get__)
 def get_data(tensor: DividedTensor) -> DividedTensor:
     """Return the tensor without its history; it shares memory."""
-    return DividedTensor(tensor.local.data, tensor.placement, tensor.logical_shape, tensor.ranks)
+    return make_divided(tensor.local.data, tensor.divided_as)
 
 
 @handles(GETTERS["data"].__set__)
@@ -196,5 +196,5 @@ def register_hook(tensor: DividedTensor, hook: Callable[[Tensor], Tensor | None]
 def copy_deeply(tensor: DividedTensor, memo: dict[int, Any]) -> DividedTensor:
     """Return a copy with memory of its own."""
     local = tensor.local.__deepcopy__(memo)
-    copy = memo[id(tensor)] = DividedTensor(local, tensor.placement, tensor.logical_shape, tensor.ranks)
+    copy = memo[id(tensor)] = make_divided(local, tensor.divided_as)
     return copy

@@ -33,6 +33,7 @@ from rankless.logical.call_plan import (
     CannotDivide,
     LogicalCall,
     ProgramParts,
+    has_rows_everywhere,
     is_same_on_parts,
     lower_call,
     make_plan,
@@ -307,11 +308,6 @@ def map_numbers(call: LogicalCall, change: Callable[[Any, bool], Any]) -> Logica
 def map_lengths(placement: Placement, change: Callable[[Any], Any]) -> Placement:
     """Return a placement with other lengths."""
     return Shard(placement.dim, tuple(map(change, placement.lengths))) if isinstance(placement, Shard) else placement
-
-
-def has_rows_everywhere(placement: Placement) -> bool:
-    """Return whether every rank has rows enough of a value for symbols."""
-    return not isinstance(placement, Shard) or min(placement.lengths) >= MIN_SYMBOLIC_SIZE
 
 
 def describe_form(leaf: Any) -> Any:

@@ -16,13 +16,15 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import Agreement
-from rankless.logical.call_plan import CallPlan, LogicalCall
+from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.plan_cache import PlanCache
@@ -54,12 +56,16 @@ class LogicalView:
         self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
         self._notified_lines: set[str] = set()
 
-    def find_layout(self, local: Tensor, placement: Placement, shape: tuple[int, ...]) -> "DividedLayout":
-        """Return the layout of a value of which this rank has a part."""
+    def find_layout(
+        self, local: Tensor, placement: Placement, shape: tuple[int, ...], order: Any = OF_PART
+    ) -> "DividedLayout":
+        """Return the layout of a value of which this rank has a part; see `DividedLayout` for `order`."""
         kind, lengths = (local.dtype, local.device), placement.lengths if isinstance(placement, Shard) else None
-        known = self._layouts.get((shape, placement, lengths, kind))
+        known = self._layouts.get((shape, placement, lengths, kind, order))
         if known is None:
-            known = self._layouts[shape, placement, lengths, kind] = DividedLayout(shape, placement, kind, self)
+            known = DividedLayout(shape, placement, kind, self)
+            known.order = order
+            self._layouts[shape, placement, lengths, kind, order] = known
         return known
 
     def notify_whole(self, function: Callable[..., Any]) -> None:
@@ -81,9 +87,13 @@ class DividedLayout:
         placement: `Shard`, or `Partial` of a sum.
         kind: Its dtype and device.
         ranks: The ranks.
+
+    Attributes:
+        order: The order of the dims of the whole in memory, as `find_memory_order` returns it; or `OF_PART`, if the
+            strides of each part show it. Those of a part of one row do not.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "placement", "ranks", "shape")
+    __slots__ = ("__weakref__", "device", "dtype", "order", "placement", "ranks", "shape")
 
     def __init__(
         self,
@@ -96,6 +106,7 @@ class DividedLayout:
         self.placement = placement
         self.dtype, self.device = kind
         self.ranks = ranks
+        self.order: Any = OF_PART
 
 
 class DividedTensor(Tensor):
@@ -150,6 +161,9 @@ class DividedTensor(Tensor):
         if torch.is_inference_mode_enabled():  # the whole needs a version
             with torch.inference_mode(mode=False), torch.no_grad():
                 return self._gather()
+        if torch._C._functorch.peek_interpreter_stack() is not None:  # the whole is a constant of the transform
+            with temporarily_clear_interpreter_stack():
+                return self._gather()
         return move_with_gradient(self.local, self.ranks.axis, self.logical_shape, self.placement, Replicate())
 
     def refresh(self) -> None:
@@ -200,6 +214,7 @@ class DividedTensor(Tensor):
 
 
 UNKNOWN: Any = object()
+NO_HASH: list[Any] = []
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """Functions that are no operations on values: they describe a tensor, read it, or differentiate."""
 
@@ -225,7 +240,9 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if type(tensor) is DividedTensor:
             view = tensor.divided_as.ranks
             break
-    plan = look_up(tuple(signature), (function, args, kwargs), tensors, view)
+    # Rankless's operators have no formulas for forward mode, nor for the transforms of torch.func.
+    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    plan = None if is_transformed else look_up(tuple(signature), (function, args, kwargs), tensors, view)
     if plan is None:
         result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
         view.notify_whole(function)
@@ -282,7 +299,10 @@ def describe(leaves: Iterable[Any], signature: list[Any], tensors: list[Tensor])
             signature += (kind, leaf)
             given.append(leaf)
         elif kind is Parameter or kind is Tensor or isinstance(leaf, Tensor):
-            signature += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+            if leaf.layout is torch.strided:
+                signature += (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
+            else:
+                signature.append(NO_HASH)  # no plan takes it: the call runs on whole values
             tensors.append(leaf)
             given.append(leaf)
         elif kind is tuple or kind is list:
@@ -382,7 +402,9 @@ def make_kind(tensor: Tensor) -> TensorKind:
     """Describe a tensor argument to a trace."""
     local = tensor.local if isinstance(tensor, DividedTensor) else tensor
     shape = tensor.logical_shape if isinstance(tensor, DividedTensor) else tuple(tensor.shape)
-    order = find_memory_order(local.shape, local.stride())
+    order = tensor.divided_as.order if isinstance(tensor, DividedTensor) else OF_PART
+    if order is OF_PART:
+        order = find_memory_order(local.shape, local.stride())
     return TensorKind(shape, order, local.dtype, local.device, local.requires_grad)
 
 
@@ -455,7 +477,9 @@ def wrap(plan: CallPlan, number: int, result: Tensor, tensors: Sequence[Tensor],
     if layout is UNKNOWN:
         placement = plan.placements[number]
         is_whole = isinstance(placement, Replicate)
-        layout = plan.layouts[number] = None if is_whole else view.find_layout(result, placement, plan.shapes[number])
+        order = plan.orders[number]
+        layout = None if is_whole else view.find_layout(result, placement, plan.shapes[number], order)
+        plan.layouts[number] = layout
     if layout is None:
         return result
     for tensor in tensors:

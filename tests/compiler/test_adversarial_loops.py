@@ -31,7 +31,9 @@ IN_CI = (0, 5)
 
 
 def divide(value: Any, view: LogicalView) -> Any:
-    if not isinstance(value, Tensor) or value.dim() == 0 or len(value) < view.mesh.size or value.requires_grad:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.requires_grad:
+        return value
+    if value.dim() == 0 or len(value) < view.mesh.size:
         return value
     lengths = split_lengths(len(value), view.mesh.size)
     start = sum(lengths[: view.mesh.rank])
@@ -62,7 +64,8 @@ def try_run(run: Any, *arguments: Any) -> list[CallState] | str:
     random.seed(SEED)
     numpy.random.seed(SEED)
     try:
-        return [replace(state, strides={}) for state in run(*arguments)]
+        calls = run(*arguments)
+        return [replace(call, strides={}, arguments=[each.to_dense() for each in call.arguments]) for call in calls]
     except Exception as error:  # a script may raise anything
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
