@@ -37,6 +37,9 @@ TRANSPARENT = tuple(
 )
 """Rankless's code that runs the script, or stands between it and the functions of libraries that it replaces."""
 
+READERS = "torch.utils.data._utils.worker"
+"""The module that knows whether a process reads for a `DataLoader`."""
+
 
 class EffectRanks(Protocol):
     """The ranks of a run, as effects need them."""
@@ -93,7 +96,8 @@ class Effects:
         """Folders of libraries whose own doings are no effects, because rank 0 alone makes them work."""
         self.after_meeting: list[Callable[[], None]] = []
         """Called whenever all ranks have met."""
-        os.register_at_fork(after_in_child=self.end)
+        self._is_child = False
+        os.register_at_fork(after_in_child=self._become_child)
 
     @property
     def is_first(self) -> bool:
@@ -103,12 +107,14 @@ class Effects:
     @property
     def is_active(self) -> bool:
         """Whether this thread runs the script, and not an effect already."""
-        return not (self._is_over or getattr(self._state, "is_alone", False))
+        if self._is_over or getattr(self._state, "is_alone", False):
+            return False
+        return not self._is_child or getattr(sys.modules.get(READERS), "_worker_info", None) is None
 
     @property
     def can_meet(self) -> bool:
         """Whether this thread can meet other ranks."""
-        return threading.get_ident() == self._main_thread
+        return threading.get_ident() == self._main_thread and not self._is_child
 
     @property
     def ranks(self) -> EffectRanks:
@@ -124,8 +130,12 @@ class Effects:
             self._ranks.finish()
 
     def end(self) -> None:
-        """Leave everything to the process itself from now on: it is a child, or one whose script has failed."""
+        """Leave everything to the process itself from now on: its script has failed."""
         self._is_over = True
+
+    def _become_child(self) -> None:
+        """Meet no other rank: this is a process that the script, or a `DataLoader`, has forked."""
+        self._is_child = True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -190,13 +190,8 @@ class FileEffects:
             self._finish()
         if known is not None and kept:
             self._prepare_read(path)  # the private file gets the data that it lacks
-        private = None
-        if known is None:
-            has_data = kept and not flags & (os.O_TRUNC | os.O_EXCL)
-            with self.find_source(path, path, may_lack=True) if has_data else nullcontext() as source:
-                if not effects.is_first:
-                    content = (source or path) if has_data else None
-                    private = open_new(os.O_RDWR, content=content, size=0)
+        has_data = kept and not flags & (os.O_TRUNC | os.O_EXCL)
+        private = self._make_private(path, has_data=has_data) if known is None else None
         made: list[Any] = []
 
         def act() -> int:
@@ -224,12 +219,19 @@ class FileEffects:
             if private is not None:
                 os.close(private)
         opened.keeps_data = kept if known is None else known.keeps_data
-        for each in list(self._opened):  # a closed file may have had the same descriptor
-            self._opened[each] = [old for old in self._opened[each] if old.descriptor != opened.descriptor]
+        for each, others in list(self._opened.items()):  # a closed file may have had the same descriptor
+            others[:] = [old for old in others if old.descriptor != opened.descriptor]
             self._find_opened(each)
         self._opened.setdefault(path, []).append(opened)
         self.note_change(path)
         return file
+
+    def _make_private(self, path: str, *, has_data: bool) -> int | None:
+        """Return the descriptor of a new private file for a path; None on rank 0. With `has_data` it has its data."""
+        with self.find_source(path, path, may_lack=True) if has_data else nullcontext() as source:
+            if self._effects.is_first:
+                return None
+            return open_new(os.O_RDWR, content=(source or path) if has_data else None, size=0)
 
     # -- reading
 
@@ -240,7 +242,7 @@ class FileEffects:
             return None
         known[:] = [each for each in known if each.is_open]
         if not known:
-            del self._opened[path]
+            self._opened.pop(path, None)  # a thread may have done so
             self._unfinished.add(path)
             return None
         return known[0]

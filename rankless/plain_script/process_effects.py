@@ -3,10 +3,15 @@
 Processes that libraries start stay each rank's own, such as compilers and the readers of a `DataLoader`.
 """
 
+import concurrent.futures
+import functools
 import io
+import multiprocessing.pool
+import multiprocessing.process
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +23,17 @@ PLAIN_CALLS = (
     (os, "system"),
 )
 """Functions that start a process, wait for its end, and return plain values."""
+JOINS: tuple[tuple[type, tuple[str, ...]], ...] = (
+    (threading.Thread, ("join",)),
+    (multiprocessing.process.BaseProcess, ("join",)),
+    (multiprocessing.pool.Pool, ("join", "map", "starmap", "apply", "__exit__")),
+    (multiprocessing.pool.ApplyResult, ("get",)),
+    (concurrent.futures.Future, ("result",)),
+    (concurrent.futures.Executor, ("__exit__",)),
+    (concurrent.futures.ThreadPoolExecutor, ("shutdown",)),
+    (concurrent.futures.ProcessPoolExecutor, ("shutdown",)),
+)
+"""Methods that wait for threads and processes of the script itself."""
 
 
 class SharedReader(io.RawIOBase):
@@ -232,6 +248,9 @@ class ProcessEffects:
                     return SharedProcess(effects, (args, kwargs))
                 return super().__new__(cls)
 
+        for owner, names in JOINS:
+            for name in names:
+                setattr(owner, name, self._join_of(vars(owner)[name]))
         Popen.__name__ = Popen.__qualname__ = "Popen"
         replace_everywhere([*replaced, (subprocess, "run", self._run), (subprocess, "Popen", Popen)])
         if not shares_input:
@@ -257,6 +276,24 @@ class ProcessEffects:
         call.__name__ = call.__qualname__ = function.__name__
         return call
 
+    def _join_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method after which the ranks meet, if it has waited for the end."""
+
+        may_return_before = function.__name__ in ("join", "get", "result", "shutdown")
+
+        @functools.wraps(function)
+        def join(own: Any, *args: Any, **kwargs: Any) -> Any:
+            effects, given = self._effects, [*args, *kwargs.values()]
+            is_own = effects.is_active and effects.can_meet and effects.find_kind(sys._getframe(1)) == "script"
+            if not is_own or (may_return_before and not all(each in (None, True) for each in given)):
+                return function(own, *args, **kwargs)
+            with effects.alone():  # it may join several, as many as have started here
+                result = function(own, *args, **kwargs)
+            effects.meet("the end of a thread or process")
+            return result
+
+        return join
+
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """Run a process, as `subprocess.run` does."""
         if not is_own_call(self._effects, sys._getframe(1)):
@@ -272,7 +309,7 @@ class ProcessEffects:
 
 
 def is_own_call(effects: Effects, frame: Any) -> bool:
-    """Return whether one of the script's own files makes a call, beneath functions of `subprocess` and `os`."""
+    """Return whether one of the script's own files makes a call, perhaps by Python's functions for processes."""
     if not (effects.is_active and effects.can_meet):
         return False
     while frame is not None and frame.f_globals.get("__name__") in ("subprocess", "os"):

@@ -19,7 +19,6 @@ import sqlite3
 import sys
 import tarfile
 import tempfile
-import threading
 import zipfile
 from pathlib import Path
 
@@ -478,16 +477,6 @@ def shelf():
     return found
 
 
-def in_a_thread():
-    def work():
-        Path("thread.txt").write_text("from a thread")
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return Path("thread.txt").exists()
-
-
 def overwrite():
     seen = []
     for number in range(4):
@@ -554,7 +543,7 @@ CASES = [
     resume_if_exists, header_if_new, logging_handlers, rotating_log, json_per_epoch, pickle_and_numpy,
     numpy_to_an_open_file, memory_map, mapped_bytes, paths, trees, clean_start, next_run_number, archives,
     change_folder, torch_files, torch_save_fails, errors, exception_inside, descriptors, modes_of_files,
-    redirected_output, positions, large_file, database, shelf, in_a_thread, overwrite, not_closed,
+    redirected_output, positions, large_file, database, shelf, overwrite, not_closed,
     device_and_descriptor, unlink_while_open, rename_while_open, count_lines_then_append, write_at_exit,
 ]  # fmt: skip
 

@@ -13,15 +13,20 @@ from support.warm_runs import rankless
 
 HERE = Path(__file__).parent
 SCRIPT = HERE / "file_cases.py"
-CASES = [
-    element.id
-    for node in ast.parse(SCRIPT.read_text()).body
-    if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CASES" and isinstance(node.value, ast.List)
-    for element in node.value.elts
-    if isinstance(element, ast.Name)
-]
+CONCURRENT = HERE / "concurrent_cases.py"
 
 Files = Mapping[str, bytes]
+
+
+def list_cases(script: Path) -> list[str]:
+    """Return the names of the cases of a script."""
+    return [
+        element.id
+        for node in ast.parse(script.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CASES" and isinstance(node.value, ast.List)
+        for element in node.value.elts
+        if isinstance(element, ast.Name)
+    ]
 
 
 def read_files(folder: Path) -> Files:
@@ -61,7 +66,7 @@ def logical(tmp_path_factory: pytest.TempPathFactory) -> tuple[Files, list[str]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", list_cases(SCRIPT))
 def test_a_case_leaves_and_prints_what_plain_python_does(case, plain, logical):
     (files, lines), (own_files, own_lines) = plain, logical
     assert [line for line in own_lines if line.startswith(f"{case} ")] == [
@@ -80,8 +85,20 @@ def test_all_cases_together_leave_nothing_else(plain, logical):
 @pytest.mark.slow
 @pytest.mark.parametrize(("slow", "workers"), [(0, 2), (1, 2), (2, 3)])
 def test_slow_ranks_change_nothing(slow, workers, plain, tmp_path):
-    folder = tmp_path / "run"
+    assert run_slowed(tmp_path / "run", SCRIPT, slow=slow, workers=workers) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slow", [None, 0, 1])
+def test_threads_processes_and_data_sets(slow, tmp_path):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    assert run_slowed(tmp_path / "run", CONCURRENT, slow=slow, workers=2) == run_plain(plain, CONCURRENT)
+
+
+def run_slowed(folder: Path, script: Path, *, slow: int | None, workers: int) -> tuple[Files, list[str]]:
+    """Run a script in the logical view with one rank that waits before each use of a file."""
     folder.mkdir()
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH", "")]))
     options = ("-n", str(workers), "--preload", "slow_rank")
-    assert run_logical(folder, SCRIPT, *options, SLOW_RANK=str(slow), PYTHONPATH=path) == plain
+    return run_logical(folder, script, *options, SLOW_RANK=str(slow), PYTHONPATH=path)
