@@ -5,12 +5,13 @@ last step, onto the disk or the network, is rank 0's.
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rankless.plain_script.effects import Effects, replace_everywhere
@@ -85,14 +86,30 @@ class LibraryWriters:
                 return self._effects.once(
                     f"{save.__name__} to {self._files.describe(path)}", lambda: save(*args, **kwargs)
                 )
-            target = given if self._effects.is_first else os.devnull
-            if named:
-                kwargs[named] = target
-            else:
-                args = (*args[:place], target, *args[place + 1 :])
-            return self._finish_together(lambda: save(*args, **kwargs))
+            with self._find_target(given, save) as target:
+                if named:
+                    kwargs[named] = target
+                else:
+                    args = (*args[:place], target, *args[place + 1 :])
+                return self._finish_together(lambda: save(*args, **kwargs))
 
         return save_once
+
+    @contextlib.contextmanager
+    def _find_target(self, given: Any, save: Callable[..., Any]) -> Iterator[Any]:
+        """Yield where this rank writes: rank 0 where the script says, the others where nobody reads."""
+        if self._effects.is_first:
+            yield given
+        elif save.__module__.startswith("torch."):
+            yield os.devnull
+        else:  # safetensors renames a file of its own to the target, and so would replace the null device
+            with self._effects.alone():
+                folder = tempfile.mkdtemp()
+            try:
+                yield os.path.join(folder, "unread")
+            finally:
+                with self._effects.alone():
+                    shutil.rmtree(folder)
 
     def _finish_together(self, work: Callable[[], Any]) -> Any:
         """Return what work on all ranks returns here, once rank 0's is done. Raise its error, or else this rank's."""

@@ -1,5 +1,6 @@
 """Libraries that write by their own means, in a plain script in the logical view."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_values_of_divided_batches_are_written_once(tmp_path):
     assert list_files(logical) == list_files(plain)
     for name in ("batch.safetensors", "batch.npy", "batch.pt"):
         assert (logical / name).read_bytes() == (plain / name).read_bytes()
+
+
+SAVES = """
+import torch
+from safetensors.torch import load_file, save_file
+save_file({"a": torch.ones(2)}, "a.safetensors")
+print(load_file("a.safetensors")["a"].sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_safetensors_writes_one_file_and_replaces_no_other(tmp_path):
+    done = run_script(SAVES, "--logical", "-n", "2", "--quiet", folder=tmp_path)
+    assert done.stdout == "2.0\n", done.stderr
+    assert not os.path.isfile(os.devnull), "rank 1 has replaced the null device by its file"
 
 
 @pytest.mark.slow
