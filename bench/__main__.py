@@ -17,6 +17,7 @@ MODULES = {
     "pipelines": "pipelines",
     "tensor_parallel": "tensor_parallel",
     "overhead": "overhead",
+    "logical": "logical",
     "capture": "capture",
     "start": "start",
     "start_hosts": "start_hosts",

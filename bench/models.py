@@ -131,6 +131,50 @@ class Transformer(nn.Module):
         return self.output(self.transformer(hidden, hidden))
 
 
+class ResidualBlock(nn.Module):
+    """Two convolutions with batch norm, and a way around them."""
+
+    def __init__(self, channels: int, *, grows: bool) -> None:
+        super().__init__()
+        before, step = (channels // 2, 2) if grows else (channels, 1)
+        self.first = nn.Conv2d(before, channels, 3, stride=step, padding=1, bias=False)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(3 if grows else 2))
+        self.way_around = nn.Conv2d(before, channels, 1, stride=step, bias=False) if grows else None
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = self.norms[1](self.second(torch.relu(self.norms[0](self.first(images)))))
+        around = images if self.way_around is None else self.norms[2](self.way_around(images))
+        return torch.relu(hidden + around)
+
+
+class ResNet(nn.Sequential):
+    """A small ResNet for images of 32 x 32 pixels: eight convolutions in three stages of 16, 32 and 64 channels."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+            *(ResidualBlock(16, grows=False), ResidualBlock(32, grows=True), ResidualBlock(64, grows=True)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)),
+        )
+
+
+class BERT(nn.Module):
+    """A small BERT: PyTorch's own encoder with dropout on characters, and a character for each position."""
+
+    def __init__(self, *, layers: int = 4, width: int = 128) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(CHARACTERS, width)
+        self.positions = nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.1, activation="gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.output = nn.Linear(width, CHARACTERS)
+
+    def forward(self, text: Tensor) -> Tensor:
+        positions = torch.arange(text.shape[1], device=text.device)
+        return self.output(self.encoder(self.characters(text) + self.positions(positions)))
+
+
 class ManyParameters(nn.Module):
     """Hundreds of tiny layers: what a call costs beside its computation grows with the number of parameters."""
 
@@ -158,7 +202,9 @@ def random_classes(shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 def random_batch(name: str) -> tuple[Tensor, Tensor]:
     """Return a batch for a model, given its name, like "gpt_dropout"."""
-    if name.startswith(("gpt", "transformer")):
+    if name == "resnet":
+        return random_classes((64, 3, 32, 32))
+    if name.startswith(("gpt", "transformer", "bert")):
         return random_text(rows=32)
     if name == "attention":
         return torch.randn(32, CONTEXT, 128), random_text(rows=32)[1]
