@@ -1,14 +1,15 @@
 """What a logical tensor answers about itself, and what needs the whole value."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-from rankless.logical.moves import find_gradient_placement, move
-from rankless.logical.tensor import HANDLERS, DividedTensor, call, make_divided
-from rankless.parallel.tensor_placement import Placement, Replicate
+from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
+from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView, call, make_divided
+from rankless.parallel.batch_division import BatchDivision
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
 GETTERS = vars(torch._C.TensorBase)
 REGISTER_HOOK = Tensor.register_hook
@@ -198,3 +199,44 @@ def copy_deeply(tensor: DividedTensor, memo: dict[int, Any]) -> DividedTensor:
     local = tensor.local.__deepcopy__(memo)
     copy = memo[id(tensor)] = make_divided(local, tensor.divided_as)
     return copy
+
+
+def divide_again(whole: Tensor, dim: int, view: LogicalView) -> Tensor:
+    """Return a plain tensor as a logical one that is divided along a dim, unless it has too few rows.
+
+    Without this a model would run on all rows on every rank, once a script has put rows into another order.
+    """
+    division = BatchDivision.of(view.mesh)
+    if not division.divides(whole.shape[dim]):
+        return whole
+    shape, placement = tuple(whole.shape), Shard(dim, division.split(whole.shape[dim]))
+    # Memory of its own: a change in place of the rows must not look like one of the whole.
+    rows = move_with_gradient(whole, view.axis, shape, Replicate(), placement).clone()
+    return DividedTensor(rows, placement, shape, view)
+
+
+def is_divided(tensor: Tensor, dim: int) -> TypeGuard[DividedTensor]:
+    """Return whether a tensor is divided along a dim."""
+    return isinstance(tensor, DividedTensor) and isinstance(tensor.placement, Shard) and tensor.placement.dim == dim
+
+
+@handles(torch.cat, torch.concat, torch.concatenate)
+def join(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Join tensors; if they are divided along that dim, the result is divided again."""
+    dim = args[0] if args else kwargs.get("dim", kwargs.get("axis", 0))
+    divided = [tensor for tensor in tensors if is_divided(tensor, dim % max(1, tensor.dim()))]
+    if divided and "out" not in kwargs:
+        return divide_again(torch.cat([*map(take_whole, tensors)], dim), dim % divided[0].dim(), divided[0].ranks)
+    found: Tensor = call(torch.cat, (tensors, *args), kwargs)
+    return found
+
+
+@handles(Tensor.__getitem__)
+def index(tensor: Tensor, key: Any) -> Tensor:
+    """Return elements; chosen rows, for example in a random order, are divided again."""
+    rows, *others = key if isinstance(key, tuple) and key else (key,)
+    chooses = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype == torch.int64
+    if chooses and is_divided(tensor, 0) and all(isinstance(item, slice) for item in others):
+        return divide_again(take_whole(tensor)[(take_whole(rows), *others)], 0, tensor.ranks)
+    found: Tensor = call(Tensor.__getitem__, (tensor, key), {})
+    return found

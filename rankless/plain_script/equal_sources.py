@@ -127,7 +127,9 @@ class EqualSources:
     # -- seeds
 
     def note(self, value: Any, what: str) -> None:
-        """Note a seed that must be equal on all ranks."""
+        """Note a seed that must be equal on all ranks. A generator, which shows its address, is none."""
+        if f"{id(value):x}" in repr(value).lower():
+            return
         if self._effects.is_active and self._effects.can_meet and self._effects.is_of_script(sys._getframe(1)):
             self._effects.ranks.note(value if isinstance(value, int | float | str | bytes) else repr(value), what)
 

@@ -423,6 +423,20 @@ def checkpoint_twice(batch: Tensor) -> Any:
     return list_gradients(first, last)
 
 
+def rearrange_rows(batch: Tensor) -> Any:
+    model = make_linear(3)
+    views = model(torch.cat([batch, batch * 2]))
+    started = torch.cat((torch.tensor([]), batch.sum(1)))
+    joined = torch.cat([batch, batch], axis=-2)
+    joined[3] = 0
+    joined.relu_()
+    order = torch.tensor([3, 1, 2, 0, 6, 5, 4])
+    permuted = (batch * 1.0)[order]
+    permuted.mul_(2)
+    few, columns = batch[order[:1], :], batch[order[:3], 1:]
+    return views, started, joined, joined.sum(0), permuted, permuted.tolist(), few, columns
+
+
 LOOPS: dict[str, Loop] = {
     "sgd": train(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     "adam": train(lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
@@ -452,6 +466,7 @@ LOOPS: dict[str, Loop] = {
     "views": change_through_views,
     "retained gradient": retain_gradient,
     "evaluation": evaluate_after_training,
+    "rearranged rows": rearrange_rows,
     "sparse gradients": train_sparsely,
     "inference mode": read_in_inference_mode,
     "a mode of functions": train_under_a_mode,

@@ -49,7 +49,7 @@ def is_close(one: float, other: float, *, digits: int | None = None) -> bool:
     Args:
         one: A number.
         other: The other one.
-        digits: How many digits after the point the script printed, or None if it wrote all.
+        digits: How many digits after the point the script printed of both, if it rounded them.
     """
     if one == other or (math.isnan(one) and math.isnan(other)):
         return True
@@ -70,12 +70,13 @@ def differ(line: str, other: str) -> bool:
     if NUMBER.sub("#", line) != NUMBER.sub("#", other):
         return True
     pairs = zip(NUMBER.findall(line), NUMBER.findall(other), strict=True)
-    return not all(is_close(float(one), float(two), digits=count_digits(one)) for one, two in pairs)
+    return not all(is_close(float(one), float(two), digits=find_digits(one, two)) for one, two in pairs)
 
 
-def count_digits(number: str) -> int | None:
-    """Return how many digits a number has after the point; None if it has an exponent."""
-    return None if "e" in number.lower() else len(number.partition(".")[2])
+def find_digits(one: str, other: str) -> int | None:
+    """Return how many digits after the point two numbers were rounded to; None if to few or to different ones."""
+    digits, others = (len(number.partition(".")[2]) for number in (one, other))
+    return digits if digits == others >= 8 and "e" not in f"{one}{other}".lower() else None
 
 
 def compare_values(expected: Any, found: Any) -> list[str]:

@@ -65,6 +65,8 @@ def test_every_script_that_runs_whole_is_there() -> None:
     [
         ("loss 0.123456789", "loss 0.123456799"),
         ("loss 1.0", "loss 1.000000002"),
+        ("accuracy 0.5", "accuracy 0.6"),
+        ("loss 1e-5", "loss 2e-5"),
         ("3 of 4", "4 of 4"),
         ("a", "a\na"),
         ("nan 0.5", "inf 0.5"),
@@ -76,4 +78,4 @@ def test_the_comparison_finds_a_difference(expected: str, found: str) -> None:
 
 
 def test_the_comparison_allows_rounding_and_the_last_digit() -> None:
-    assert not compare_texts("loss 0.12345 and 1e-9", "loss 0.12346 and 1.0000000001e-9")
+    assert not compare_texts("loss 0.12345678 and 1e-5", "loss 0.12345679 and 1.0000000001e-5")
