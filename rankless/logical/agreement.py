@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import threading
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,11 @@ from rankless.user_code import script_line
 
 KEPT_NOTES = 12
 """How many of the last noted values a rank can show to the others."""
+KEPT_CALLS = 12
+"""How many of its last calls a rank can show."""
 MAX_NOTE_CHARACTERS = 120
 SAMPLED_BYTES = 1 << 14
+KEPT_TENSORS = 1 << 12
 FIX = (
     "let every rank compute the same: numbers from the clock, and the order of a set or of a folder, differ between "
     "processes; fix the seed, or sort; or start with --separate, which runs copies that do not train together"
@@ -44,11 +48,15 @@ class Agreement:
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._calls = 0
+        self._count = 0
+        self._calls: deque[str] = deque(maxlen=KEPT_CALLS)
+        self._digest_of_calls = 0
         self._values = 0
         self._notes: deque[str] = deque(maxlen=KEPT_NOTES)
-        self._known: dict[int, int] = {}
+        self._known: dict[int, weakref.ref[Tensor]] = {}
         self._process_id = os.getpid()
+        self.compares_tensors = True
+        """Whether the values of tensors are compared. CPUs of several kinds may round the same numbers differently."""
         self._difference: RanksDiverged | None = None
         """What has been raised: a script that catches it must not go on, because other ranks may wait elsewhere."""
 
@@ -58,9 +66,16 @@ class Agreement:
         is_python_thread = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
         return not is_python_thread and os.getpid() == self._process_id
 
-    def count_call(self, number: int) -> None:
-        """Count a call of the plan with a number; all ranks make the same calls in the same order."""
-        self._calls = hash((self._calls, number))
+    def count_call(self, text: str, digest: int) -> None:
+        """Count a call of a function; all ranks make the same calls in the same order.
+
+        Args:
+            text: Names the call and its arguments.
+            digest: That of the text.
+        """
+        self._count += 1
+        self._calls.append(text)
+        self._digest_of_calls = hash((self._digest_of_calls, digest))
 
     def note(self, value: object, what: str) -> None:
         """Note a value that must be equal on all ranks.
@@ -73,15 +88,23 @@ class Agreement:
         self._values = zlib.crc32(text.encode(), self._values)
         self._notes.append(f"{script_line(sys._getframe(1))}: {what} {text}"[:MAX_NOTE_CHARACTERS])
 
-    def note_tensor(self, tensor: Tensor, what: str) -> None:
-        """Note the values of a plain tensor that a call takes, unless they are known. Large tensors are sampled."""
-        version = -1 if tensor.is_inference() else tensor._version
-        if self._known.get(id(tensor)) == version or tensor.device.type != "cpu":
+    def note_tensor(self, tensor: Tensor, what: object) -> None:
+        """Note the values of a plain tensor on the CPU, the first time. Large tensors are sampled.
+
+        Args:
+            tensor: The tensor.
+            what: What it is, for the error; or the function that takes it.
+        """
+        known = self._known.get(id(tensor))
+        if (known is not None and known() is tensor) or not self.compares_tensors or tensor.device.type != "cpu":
             return
-        if len(self._known) > SAMPLED_BYTES:
+        if len(self._known) > KEPT_TENSORS:
             self._known.clear()
-        self._known[id(tensor)] = version
-        self.note(digest_values(tensor), what)
+        self._known[id(tensor)] = weakref.ref(tensor)
+        named = (
+            what if isinstance(what, str) else f"a tensor for {getattr(what, '__name__', 'a function')}, with digest"
+        )
+        self.note(digest_values(tensor), named)
 
     def check(self, where: str, *, generators: bool = False) -> None:
         """Compare with the other ranks.
@@ -106,8 +129,8 @@ class Agreement:
             )
         if self._difference is not None:
             raise self._difference
-        digests = [self._calls & (1 << 64) - 1, self._values, *(digest_generators() if generators else ())]
-        details = encode_msgpack(list(self._notes))
+        digests = [self._digest_of_calls & (1 << 64) - 1, self._values, *(digest_generators() if generators else ())]
+        details = encode_msgpack((list(self._notes), list(self._calls), self._count))
         try:
             self._mesh.check_sync_point(
                 where, names=list_names, digests=digests, details=details, describe=self._describe_difference
@@ -118,14 +141,33 @@ class Agreement:
 
     def _describe_difference(self, names: Sequence[str], details: Mapping[int, bytes]) -> tuple[str, str] | None:
         """Return what differs between the notes of the ranks, and how to correct it; see `Mesh.check_sync_point`."""
-        notes = {rank: msgspec.msgpack.decode(data, type=list[str]) for rank, data in details.items() if data}
-        if len(notes) < 2 or list_names()[1] not in names:
-            return f"other {' and '.join(names)} on some ranks", FIX
-        for lines in zip(*notes.values(), strict=False):
-            if len(set(lines)) > 1:
-                found = dict(zip(notes, lines, strict=True))
-                return "; ".join(f"rank {rank}: {line}" for rank, line in found.items()), FIX
+        known = {
+            rank: msgspec.msgpack.decode(data, type=tuple[list[str], list[str], int])
+            for rank, data in details.items()
+            if data
+        }
+        calls, values, *_ = list_names()
+        found: dict[int, str] = {}
+        if len(known) > 1 and values in names:
+            found = find_first_difference({rank: dict(enumerate(notes)) for rank, (notes, _, _) in known.items()})
+        if len(known) > 1 and calls in names and not found:
+            numbered = {
+                rank: {count - len(made) + place: text for place, text in enumerate(made)}
+                for rank, (_, made, count) in known.items()
+            }
+            found = find_first_difference(numbered)
+        if found:
+            return "; ".join(f"rank {rank}: {text}" for rank, text in found.items()), FIX
         return f"other {' and '.join(names)} on some ranks", FIX
+
+
+def find_first_difference(texts: Mapping[int, Mapping[int, str]]) -> dict[int, str]:
+    """Return by rank the texts of the first number under which all ranks have one, and not the same."""
+    first, *others = texts.values()
+    for number in sorted(first):
+        if all(number in each for each in others) and len({each[number] for each in texts.values()}) > 1:
+            return {rank: each[number] for rank, each in texts.items()}
+    return {}
 
 
 def list_names() -> Sequence[str]:

@@ -93,6 +93,8 @@ class CallPlan:
         gradients: The tensor arguments whose gradients `backward` returns, in order.
         again: Computes these so that they can be differentiated again.
         layouts: Those of the results that are known, by number.
+        text: Names the call, in the same words on all ranks.
+        digest: That of the text.
     """
 
     kind: Literal["direct", "generated", "pair"]
@@ -110,6 +112,8 @@ class CallPlan:
     gradients: tuple[int, ...] = ()
     again: GradientCall | None = None
     layouts: dict[int, Any] = field(default_factory=dict)
+    text: str = ""
+    digest: int = 0
 
     @cached_property
     def is_one_tensor(self) -> bool:

@@ -10,6 +10,7 @@ still has the plan of a signature is its own affair: which signatures a family h
 A part of one row may have strides of any order, so signatures with such parts always get a plan of their own.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -54,6 +55,7 @@ EXACT_PLANS = 2
 MAX_SYMBOLIC_PLANS = 4
 """How often a family is traced with symbols."""
 MAX_KNOWN = 8
+MAX_CALL_CHARACTERS = 80
 WARN_AFTER_TRACES = 12
 """After how many traces of a family the user learns of it."""
 
@@ -161,7 +163,11 @@ class PlanCache:
 
     def find(self, signature: Any, call: LogicalCall) -> CallPlan | None:
         """Return the plan of a call that is not among the recent ones; None if it runs on whole values."""
-        plan = self._older[signature] if signature in self._older else self._make(call)
+        if signature in self._older:
+            plan = self._older[signature]
+        elif (plan := self._make(call)) is not None:
+            text = describe_call(call)[:MAX_CALL_CHARACTERS]
+            plan = replace(plan, text=text, digest=zlib.crc32(text.encode()))
         if len(self.recent) >= MAX_PLANS:
             self._older, self.recent = self.recent, {}
         self.recent[signature] = plan
@@ -247,6 +253,7 @@ class PlanCache:
 
     def _exchange(self, guards: Sequence[str] | None) -> list[str] | None:
         """Return the guards of all ranks; None if a rank has no plan."""
+        self._mesh.check_sync_point("a plan for calls of several sizes")
         answers = all_gather_bytes(encode_msgpack(guards), mesh=self._mesh)
         found = [msgspec.msgpack.decode(answer, type=list[str] | None) for answer in answers]
         return None if None in found else [text for texts in found for text in texts or ()]
@@ -261,6 +268,17 @@ class PlanCache:
                 "differ in each call and what it computes depends on them (correct, but each trace takes about 50 ms; "
                 "pad to a few sizes)"
             )
+
+
+def describe_call(call: LogicalCall) -> str:
+    """Return a text that names a function, and its arguments: shapes of whole tensors, numbers, and texts."""
+    found = []
+    for leaf in call.arguments.leaves:
+        if isinstance(leaf, TensorKind):
+            found.append(f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}")
+        elif isinstance(leaf, bool | int | float | str | slice | None):
+            found.append(repr(leaf))
+    return f"{getattr(call.function, '__name__', 'a function')}({', '.join(found)})"
 
 
 def always(_numbers: Sequence[Any]) -> bool:

@@ -240,6 +240,9 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if type(tensor) is DividedTensor:
             view = tensor.divided_as.ranks
             break
+    for tensor in tensors:
+        if type(tensor) is Tensor and not tensor.requires_grad and get_version(tensor) == 0:
+            view.agreement.note_tensor(tensor, function)  # new data of the script, as noise
     # Rankless's operators have no formulas for forward mode, nor for the transforms of torch.func.
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     plan = None if is_transformed else look_up(tuple(signature), (function, args, kwargs), tensors, view)
@@ -247,6 +250,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
         view.notify_whole(function)
         return result
+    view.agreement.count_call(plan.text, plan.digest)
     if plan.gathered:
         if any(isinstance(getattr(tensors[number], "placement", None), Shard) for number in plan.gathered):
             view.notify_whole(function)

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rankless.logical.agreement import Agreement, digest_values
+from rankless.logical.agreement import Agreement
 
 COMPARED = (bool, int, float, tuple, str)
 
@@ -46,8 +46,7 @@ class OptimizerSettings:
             parameters = [each for group in optimizer.param_groups for each in group["params"]]
             for number, parameter in enumerate(parameters):
                 if type(parameter) in (Tensor, Parameter):
-                    digest = digest_values(parameter.detach().cpu())
-                    self._agreement.note(digest, f"parameter {number} of {name}, with the digest")
+                    self._agreement.note_tensor(parameter.detach().cpu(), f"parameter {number} of {name}, with digest")
         self._noted[optimizer] = settings
         self._agreement.note(settings, f"the settings of {name}")
         self._agreement.check(f"the first step of {name} with these settings")

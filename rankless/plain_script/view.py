@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rankless.config.environment import read_worker_config
 from rankless.context.world import World
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.tensor import LogicalView
@@ -29,6 +30,8 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
         The view.
     """
     view = LogicalView(world.mesh, world.notify)
+    config = read_worker_config()
+    view.agreement.compares_tensors = config is None or config.host_count == 1
     OptimizerSettings(view.agreement).watch()
     stack = ExitStack()
     stack.enter_context(LogicalBackward(view).install())
@@ -47,7 +50,7 @@ def notify_if_undivided(view: LogicalView) -> None:
     def on_step(*_arguments: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 2 and not view.plans:  # the hook stays: PyTorch is going through all hooks now
+        if steps == 2 and not view.plans.recent:  # the hook stays: PyTorch is going through all hooks now
             view.notify(
                 f"{script_line(sys._getframe(1))}: every worker computes whole batches (correct, but not faster with "
                 "more workers): read the data with a DataLoader, or divide a batch with x = rankless.shard_batch(x)"
