@@ -5,10 +5,14 @@ import json
 import os
 import sys
 import time
+from types import FrameType
 from typing import Any
 
 PROCESS = (os.getpid,)  # in a tuple: in the logical view the function gives rank 0's number
 SLOWED = ("open", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.listdir", "os.scandir", "shutil.copyfile")
+SLOWED_METHODS = ("close", "__exit__", "flush", "truncate")
+"""A file that is open shows no event when it is written or closed."""
+SECONDS = 0.005
 
 
 @functools.cache
@@ -19,7 +23,14 @@ def find_rank(_process_id: int) -> str:
 
 def wait(event: str, _arguments: tuple[Any, ...]) -> None:
     if event in SLOWED and find_rank(PROCESS[0]()) == os.environ.get("SLOW_RANK"):
-        time.sleep(0.01)
+        time.sleep(SECONDS)
+        if sys.getprofile() is None:
+            sys.setprofile(wait_before_method)
+
+
+def wait_before_method(_frame: FrameType, event: str, called: Any) -> None:
+    if event == "c_call" and called.__name__ in SLOWED_METHODS and type(called.__self__).__module__ == "_io":
+        time.sleep(SECONDS)
 
 
 sys.addaudithook(wait)
