@@ -272,12 +272,13 @@ def lower_changing_call(
     first = propagate(traced, given, {}, mesh)
     results, values = traced.find_outputs("result"), traced.find_outputs("changed argument")
     found = {number: settle(first.sharding(node)[0]) for number, node in results.items()}
-    after = [found[number] for number in sorted(found)] + [placements[number] for number in values]
+    changes = {number: place_change(traced, number, node, placements[number], first) for number, node in values.items()}
+    after = [found[number] for number in sorted(found)] + list(changes.values())
     gradients = {number: find_gradient_placement(after[number]) for number in traced.differentiated}
     targets = [
         found[number]
         if role == "result"
-        else placements[number]
+        else changes[number]
         if role == "changed argument"
         else find_gradient_placement(given[number])
         for role, number in traced.roles
@@ -358,6 +359,23 @@ def find_taken_placements(traced: TracedCall, placements: Sequence[Placement], m
 def list_inputs(node: fx.Node) -> list[fx.Node]:
     """Return the tensor inputs of an operator in the order of its strategies."""
     return [value for value in list_tensor_slots(node) if value is not None]
+
+
+def place_change(
+    traced: TracedCall, number: int, value: fx.Node, before: Placement, sharded: ShardedProgram
+) -> Placement:
+    """Return how the new value of an argument lies: as the old one, unless it has another shape.
+
+    Raises:
+        CannotDivide: The new value is whole, and the argument was not.
+    """
+    given = next(node for node, item in traced.program.inputs.items() if item.index == number)
+    if isinstance(before, Replicate) or tuple(given.meta["val"].shape) == tuple(value.meta["val"].shape):
+        return before
+    found = settle(sharded.sharding(value)[0])
+    if isinstance(found, Replicate):
+        raise CannotDivide
+    return found
 
 
 def settle(placement: Placement) -> Placement:

@@ -23,7 +23,7 @@ from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
 from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, wrap_gradient
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
-from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView
+from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 from rankless.user_code import caller_line
 
@@ -110,7 +110,7 @@ class LogicalBackward:
         inputs: Any = None,
     ) -> None:
         """Run `torch.autograd.backward`, and sum the gradients of plain leaves over the ranks."""
-        if TRACE_STATE.is_tracing:
+        if TRACE_STATE.is_tracing or IN_TRANSFORM() is not None:  # all values are whole there
             RUN_BACKWARD(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
         given = grad_variables if grad_tensors is None else grad_tensors
@@ -174,7 +174,7 @@ class LogicalBackward:
     ) -> tuple[Tensor | None, ...]:
         """Run `torch.autograd.grad`; gradients of plain tensors are whole."""
         # A transform of torch.func differentiates values that are whole.
-        if TRACE_STATE.is_tracing or torch._C._functorch.peek_interpreter_stack() is not None:
+        if TRACE_STATE.is_tracing or IN_TRANSFORM() is not None:
             found: tuple[Tensor | None, ...] = RUN_GRAD(outputs, inputs, grad_outputs, *args, **kwargs)
             return found
         with torch._C.DisableTorchFunctionSubclass():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
-from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView, call, make_divided
+from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView, call, divide_whole, make_divided
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
@@ -41,6 +41,10 @@ OF_WHOLE = (
 """Functions that read values."""
 
 
+SHARING = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage)
+"""Functions whose results share the memory of the tensor."""
+
+
 def register(functions: tuple[Any, ...], handler: Callable[[Any], Callable[..., Any]]) -> None:
     """Let a handler stand for each of some functions; it is made for each."""
     HANDLERS.update({function: handler(function) for function in functions})
@@ -50,6 +54,8 @@ def run_on_whole(function: Any) -> Callable[..., Any]:
     """Return what calls a function with whole values."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if function in SHARING:
+            args[0].note_view()
         return function(*map(take_whole, args), **{name: take_whole(value) for name, value in kwargs.items()})
 
     return run
@@ -179,7 +185,12 @@ def get_data(tensor: DividedTensor) -> DividedTensor:
 @handles(GETTERS["data"].__set__)
 def set_data(tensor: DividedTensor, value: Tensor) -> None:
     """Give the tensor the memory of another one."""
-    tensor.local.data = find_part(value.detach(), tensor, tensor.placement)
+    if tuple(value.shape) == tensor.logical_shape:
+        tensor.local.data = find_part(value.detach(), tensor, tensor.placement)
+        tensor._whole = None
+    else:
+        other = value if isinstance(value, DividedTensor) else divide_whole(value.detach(), tensor.ranks)
+        tensor.become(DividedTensor(other.local.detach(), other.placement, other.logical_shape, tensor.ranks))
 
 
 @handles(REGISTER_HOOK)

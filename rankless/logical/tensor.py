@@ -9,6 +9,7 @@ it from all ranks, and the tensor keeps it. If the script changes the whole in p
 the rank's part gets the new values before it is used again.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -26,10 +27,10 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import Agreement
 from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
-from rankless.logical.moves import find_gradient_placement, move_with_gradient
+from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
 from rankless.logical.plan_cache import PlanCache
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Replicate, Shard
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths
 from rankless.user_code import caller_line
 
 AUTOCAST = ("cpu", "cuda")
@@ -121,6 +122,8 @@ class DividedTensor(Tensor):
     divided_as: DividedLayout
     _whole: tuple[Tensor, int, int] | None
     """The whole value, its version, and that of the part."""
+    _is_viewed: bool
+    """Whether the script has a view of the whole value."""
 
     @staticmethod
     def __new__(
@@ -161,10 +164,13 @@ class DividedTensor(Tensor):
         if torch.is_inference_mode_enabled():  # the whole needs a version
             with torch.inference_mode(mode=False), torch.no_grad():
                 return self._gather()
-        if torch._C._functorch.peek_interpreter_stack() is not None:  # the whole is a constant of the transform
+        if IN_TRANSFORM() is not None:
             with temporarily_clear_interpreter_stack():
                 return self._gather()
-        return move_with_gradient(self.local, self.ranks.axis, self.logical_shape, self.placement, Replicate())
+        axis, shape = self.ranks.axis, self.logical_shape
+        if self.local.requires_grad and torch.is_grad_enabled():
+            return move_with_gradient(self.local, axis, shape, self.placement, Replicate())
+        return move(self.local.detach(), axis, shape, self.placement, Replicate()).data
 
     def refresh(self) -> None:
         """Give the part the values of the whole, if the script has changed this in place; see Note [whole values]."""
@@ -172,12 +178,33 @@ class DividedTensor(Tensor):
             return
         whole, version, version_of_part = self._whole
         if whole._version != version:
+            if tuple(whole.shape) != self.logical_shape:  # as by `resize_`
+                self.become(divide_whole(whole, self.ranks))
+                return
             axis, shape = self.ranks.axis, self.logical_shape
             moved = move_with_gradient(whole, axis, shape, Replicate(), self.placement)
             self.change(moved)
             self._whole = whole, whole._version, get_version(self.local)
         elif get_version(self.local) != version_of_part:
             self._whole = None
+
+    def note_change(self) -> None:
+        """Give views of the whole value the part's new values. Collective if there are views."""
+        if self._whole is not None and self._is_viewed:
+            whole = self._whole[0]
+            whole.copy_(self._gather())
+            self._whole = whole, whole._version, get_version(self.local)
+        else:
+            self._whole = None
+
+    def note_view(self) -> None:
+        """Note that the script has a view of the whole value."""
+        self._is_viewed = True
+
+    def become(self, other: "DividedTensor") -> None:
+        """Take the shape and the part of another value, as after `transpose_`."""
+        SET_DATA(self, other)
+        self.local, self.divided_as, self._whole, self._is_viewed = other.local, other.divided_as, None, False
 
     def change(self, value: Tensor) -> None:
         """Change the value in place, to one whose part on this rank is given."""
@@ -215,6 +242,9 @@ class DividedTensor(Tensor):
 
 UNKNOWN: Any = object()
 NO_HASH: list[Any] = []
+SET_DATA = vars(torch._C.TensorBase)["data"].__set__
+IN_TRANSFORM: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
+"""Returns the innermost of the transforms of `torch.func` that run, or None."""
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """Functions that are no operations on values: they describe a tensor, read it, or differentiate."""
 
@@ -222,12 +252,14 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 def make_divided(local: Tensor, layout: DividedLayout) -> DividedTensor:
     """Return a logical tensor of which this rank has a part."""
     wrapper = Tensor._make_wrapper_subclass(DividedTensor, layout.shape, dtype=layout.dtype, device=layout.device)
-    wrapper.local, wrapper.divided_as, wrapper._whole = local, layout, None
+    wrapper.local, wrapper.divided_as, wrapper._whole, wrapper._is_viewed = local, layout, None, False
     return wrapper
 
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what a function of logical tensors returns: logical tensors, or plain ones for whole values."""
+    if IN_TRANSFORM() is not None:
+        return call_in_transform(function, args, kwargs)
     tensors: list[Tensor] = []
     signature: list[Any] = [function, *get_modes()]
     given = describe(args, signature, tensors)
@@ -243,9 +275,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
     for tensor in tensors:
         if type(tensor) is Tensor and not tensor.requires_grad and get_version(tensor) == 0:
             view.agreement.note_tensor(tensor, function)  # new data of the script, as noise
-    # Rankless's operators have no formulas for forward mode, nor for the transforms of torch.func.
-    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
-    plan = None if is_transformed else look_up(tuple(signature), (function, args, kwargs), tensors, view)
+    is_forward_mode = forward_ad._current_level >= 0  # for which Rankless's operators have no formulas
+    plan = None if is_forward_mode else look_up(tuple(signature), (function, args, kwargs), tensors, view)
     if plan is None:
         result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
         view.notify_whole(function)
@@ -259,6 +290,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         found = function(*given, **given_by_name)
         if plan.is_one_tensor:
             return wrap(plan, 0, found, tensors, view)
+        for number in plan.changed:
+            note_change(plan, number, tensors[number], tensors[number])
         return rebuild(plan, [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, Tensor)], tensors, view)
     return call_program(plan, tensors, view)
 
@@ -275,7 +308,7 @@ def call_program(plan: CallPlan, tensors: Sequence[Tensor], view: LogicalView) -
     values = list(plan.run(parts, partial(differentiate_again, plan, layouts, view)))
     count = len(values) - len(plan.changed)
     for number, value in zip(plan.changed, values[count:], strict=True):
-        change(tensors[number], value)
+        note_change(plan, number, tensors[number], value)
     remaining = iter(values[:count])
     marked = [leaf for leaf in plan.leaves if not isinstance(leaf, PlainLeaf)]
     return rebuild(plan, [next(remaining) if leaf is None else parts[leaf.number] for leaf in marked], tensors, view)
@@ -436,16 +469,57 @@ def call_with_whole(
         result = call(function, args, kwargs)
     else:
         result = function(*args, **kwargs)
+    for number in numbers:
+        tensor = tensors[number]
+        if isinstance(tensor, DividedTensor) and tuple(wholes[number].shape) != tensor.logical_shape:
+            tensor.refresh()  # the function has changed the shape in place
+    for leaf in pytree.tree_leaves(result):
+        for whole, tensor in zip(wholes, tensors, strict=True):
+            if whole is not tensor and isinstance(leaf, Tensor) and shares_memory(leaf, whole):
+                tensor.note_view()  # type: ignore[attr-defined]
     same = {id(whole): tensor for whole, tensor in zip(wholes, tensors, strict=True) if whole is not tensor}
     return pytree.tree_map_only(Tensor, lambda leaf: same.get(id(leaf), leaf), result) if same else result
 
 
-def change(tensor: Tensor, value: Tensor) -> None:
-    """Change a tensor argument in place."""
+def call_in_transform(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return what a function returns within a transform, as `torch.func.grad`: it runs on whole values."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    given = (args, kwargs)
+    view = next(tensor.ranks for tensor in tensors if isinstance(tensor, DividedTensor))
+    view.notify_whole(function)
+    return call_with_whole(function, range(len(tensors)), tensors, given)
+
+
+def note_change(plan: CallPlan, number: int, tensor: Tensor, value: Tensor) -> None:
+    """Complete a change in place of a tensor argument.
+
+    Args:
+        plan: The plan of the call.
+        number: The number of the argument.
+        tensor: The argument.
+        value: This rank's part of its new value; the argument itself if the function has changed the part.
+    """
+    place = len(plan.placements) - len(plan.changed) + plan.changed.index(number)
+    placement, shape = plan.placements[place], plan.shapes[place]
     if isinstance(tensor, DividedTensor):
-        tensor.change(value)
-    else:
-        tensor.copy_(value)
+        if shape != tensor.logical_shape:
+            part = tensor.local if value is tensor else value
+            tensor.become(DividedTensor(part, placement, shape, tensor.ranks))
+            return
+        if value is not tensor:
+            tensor.change(value)
+        tensor.note_change()
+    elif value is not tensor:
+        with torch.no_grad() if shape != tuple(tensor.shape) else contextlib.nullcontext():
+            (tensor if shape == tuple(tensor.shape) else tensor.resize_(shape)).copy_(value)
+
+
+def divide_whole(whole: Tensor, view: LogicalView) -> DividedTensor:
+    """Return a whole value as one that is divided: in rows if it has any."""
+    shape = tuple(whole.shape)
+    placement = Shard(0, split_lengths(shape[0], view.axis.size)) if shape else Partial()
+    part = move_with_gradient(whole, view.axis, shape, Replicate(), placement)
+    return DividedTensor(part, placement, shape, view)
 
 
 def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor], view: LogicalView) -> Any:
@@ -462,10 +536,7 @@ def rebuild(plan: CallPlan, results: Sequence[Tensor], tensors: Sequence[Tensor]
     for leaf in plan.leaves:
         if isinstance(leaf, ChangedArgument):
             next(remaining)
-            tensor = tensors[leaf.number]
-            if isinstance(tensor, DividedTensor):
-                tensor._whole = None  # in inference mode no version shows the change
-            leaves.append(tensor)
+            leaves.append(tensors[leaf.number])
         elif leaf is None:
             leaves.append(wrap(plan, next(numbers), next(remaining), tensors, view))
         else:
@@ -490,6 +561,13 @@ def wrap(plan: CallPlan, number: int, result: Tensor, tensors: Sequence[Tensor],
         if type(tensor) is DividedTensor and tensor.local is result:
             return tensor
     return make_divided(result, layout)
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether a tensor is another view of the memory of a strided one."""
+    if one is other or isinstance(one, DividedTensor) or torch._C._functorch.is_functorch_wrapped_tensor(one):
+        return False
+    return one.layout == torch.strided and bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
 
 
 def get_version(part: Tensor) -> int:

@@ -437,6 +437,53 @@ def rearrange_rows(batch: Tensor) -> Any:
     return views, started, joined, joined.sum(0), permuted, permuted.tolist(), few, columns
 
 
+def change_shapes(batch: Tensor) -> Any:
+    transposed, longer, moved = batch.clone(), batch.clone(), batch.clone().unsqueeze(1)
+    transposed.t_()
+    longer.unsqueeze_(0)
+    doubled = longer * 2
+    longer.squeeze_(0)
+    moved.transpose_(1, 2)
+    resized, other = batch.detach().clone(), batch.detach().clone()
+    resized.resize_(5, 7)
+    other.data = torch.ones(7, 2)
+    shapes = [tuple(item.shape) for item in (transposed, longer, moved, resized, other)]
+    return transposed, doubled, longer + 1, moved.sum(1), resized, other * 2, shapes
+
+
+def write_to_given_tensors(batch: Tensor) -> Any:
+    given, divided, empty = torch.empty(7, 5), torch.empty_like(batch.detach()), torch.empty(0)
+    torch.mul(batch.detach(), 2, out=given)
+    torch.add(batch.detach(), 1, out=divided)
+    torch.exp(batch.detach() / 9, out=empty)
+    return given, divided, empty
+
+
+def change_under_views(batch: Tensor) -> Any:
+    values = batch.detach().clone()
+    row, part = values[2], values[1:4]
+    values.add_(1)
+    values.mul_(2)
+    with torch.inference_mode():
+        others = batch.detach() * 3
+        line = others[2]
+        others.add_(1)
+    array = batch.detach().clone()
+    shared = array.numpy()
+    array.add_(5)
+    return row, part, line.clone(), shared.tolist()
+
+
+def transform(batch: Tensor) -> Any:
+    model = make_linear(1)
+    parameters = dict(model.named_parameters())
+
+    def compute(weights: Any) -> Tensor:
+        return torch.func.functional_call(model, weights, (batch.detach(),)).square().mean()
+
+    return [torch.func.grad(compute)(parameters) for _ in range(2)]
+
+
 LOOPS: dict[str, Loop] = {
     "sgd": train(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     "adam": train(lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
@@ -478,5 +525,9 @@ LOOPS: dict[str, Loop] = {
     "failing": fail_in_backward,
     "tied weights": tie_weights,
     "checkpoints of one layer": checkpoint_twice,
+    "changes of shapes": change_shapes,
+    "given tensors": write_to_given_tensors,
+    "changes under views": change_under_views,
+    "transforms": transform,
     "custom function": lambda batch: Square.apply(batch),  # the view replaces `apply` before a script runs
 }
