@@ -21,7 +21,7 @@ from torch.utils.hooks import BackwardHook
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
-from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, wrap_gradient
+from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, take_whole_values, wrap_gradient
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
 from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
@@ -76,6 +76,7 @@ class LogicalBackward:
             (torch, "compile", self._compile),
             (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
             *((module, name, self._run_whole(run)) for module, name, run in TRANSFORMS),
+            *((Tensor, name, take_whole_values(name)) for name in ("data", "grad")),
             (BackwardHook, "__init__", self._make_module_hooks()),
         ]
         HANDLERS[Tensor.backward] = self._backward_of

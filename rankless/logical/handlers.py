@@ -5,6 +5,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
 from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView, call, divide_whole, make_divided
@@ -251,3 +252,57 @@ def index(tensor: Tensor, key: Any) -> Tensor:
         return divide_again(take_whole(tensor)[(take_whole(rows), *others)], 0, tensor.ranks)
     found: Tensor = call(Tensor.__getitem__, (tensor, key), {})
     return found
+
+
+def run_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what runs recurrent layers on this rank's sequences; a trace would have operators for each time step."""
+
+    def run(*args: Any) -> Any:
+        has_sequences = len(args) == 9 and isinstance(args[3], bool)  # a packed batch has other arguments
+        if not has_sequences or not is_divided(args[0], 0 if args[8] else 1) or (args[5] and args[6]):
+            return run_whole(function, args)
+        x, states, rest = args[0], args[1], args[2:]
+        rows: Any = x.placement
+        view = x.ranks
+        several = [states] if isinstance(states, Tensor) else list(states)
+        parts = [divide_as(state, Shard(1, rows.lengths), view) for state in several]
+        weights = [take_whole(weight) for weight in rest[0]]
+        results = function(x.local, parts[0] if isinstance(states, Tensor) else parts, weights, *rest[1:])
+        output = (*x.logical_shape[:2], results[0].shape[2])
+        shapes = [output, *(tuple(state.shape) for state in several)]
+        placements = [rows, *(Shard(1, rows.lengths) for _ in several)]
+        triples = zip(results, placements, shapes, strict=True)
+        return tuple(DividedTensor(part, placement, shape, view) for part, placement, shape in triples)
+
+    return run
+
+
+def run_whole(function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Call a function with whole values, and tell the user."""
+    leaves, structure = pytree.tree_flatten(list(args))
+    view = next(leaf.ranks for leaf in leaves if isinstance(leaf, DividedTensor))
+    view.notify_whole(function)
+    return function(*pytree.tree_unflatten([take_whole(leaf) for leaf in leaves], structure))
+
+
+def divide_as(value: Tensor, placement: Shard, view: LogicalView) -> Tensor:
+    """Return this rank's part of a value in a placement."""
+    before = value.placement if isinstance(value, DividedTensor) else Replicate()
+    local = value.local if isinstance(value, DividedTensor) else value
+    return move_with_gradient(local, view.axis, tuple(value.shape), before, placement).contiguous()
+
+
+register((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), run_recurrent)
+
+
+def take_whole_values(name: str) -> property:
+    """Return an attribute of tensors to which a script may assign a logical tensor: plain tensors get the whole value.
+
+    PyTorch's own asks the tensor, but not the new value, whether its class has a function of its own.
+    """
+    own = GETTERS[name]
+
+    def assign(tensor: Tensor, value: Any) -> None:
+        own.__set__(tensor, value if isinstance(tensor, DividedTensor) else take_whole(value))
+
+    return property(own.__get__, assign, own.__delete__)
