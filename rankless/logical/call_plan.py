@@ -149,7 +149,8 @@ class ProgramPair(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """Run the forward program, and keep what the backward program needs."""
         assert plan.forward is not None
-        with torch._C._AutoDispatchBelowAutograd():
+        # Nothing is recorded below autograd. Some kernels, as the LSTM of MKL-DNN, keep what gradients need only if on.
+        with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(plan.backward is not None):
             found = plan.forward(*[tensors[place] for place in plan.inputs])
         results, kept = found[: len(plan.placements)], found[len(plan.placements) :]
         ctx.plan, ctx.differentiate, ctx.arguments = plan, differentiate, len(tensors)

@@ -423,6 +423,15 @@ def checkpoint_twice(batch: Tensor) -> Any:
     return list_gradients(first, last)
 
 
+def train_lstm_in_float32(batch: Tensor) -> Any:
+    torch.manual_seed(3)
+    model = nn.LSTM(1, 3, batch_first=True).float()
+    output, (hidden, _) = model(batch.detach().float().unsqueeze(-1))
+    loss = output.pow(2).mean() + hidden.sum()
+    loss.backward()
+    return round(loss.item(), 4), [round(item.grad.sum().item(), 3) for item in model.parameters()]
+
+
 def rearrange_rows(batch: Tensor) -> Any:
     model = make_linear(3)
     views = model(torch.cat([batch, batch * 2]))
@@ -513,6 +522,7 @@ LOOPS: dict[str, Loop] = {
     "views": change_through_views,
     "retained gradient": retain_gradient,
     "evaluation": evaluate_after_training,
+    "lstm in float32": train_lstm_in_float32,
     "rearranged rows": rearrange_rows,
     "sparse gradients": train_sparsely,
     "inference mode": read_in_inference_mode,
