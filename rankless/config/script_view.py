@@ -109,12 +109,13 @@ def decide_view(program: Program) -> ScriptView:
     if evidence is None and others:
         names = {each for name, alias in list_aliases().items() for each in (name, alias.target)}
         evidence = next((use for use in uses if use.is_below(names)), None)
+    if evidence is not None and evidence.kind != "variable":
+        return ScriptView(False, f"{name} uses {evidence.name} ({evidence.line})")
+    if not packages & {"torch", "rankless"} and not any(requires_torch(package) for package in sorted(others)):
+        return ScriptView(False, "")  # copies of a program that trains nothing
     if evidence is not None:
-        verb = "reads" if evidence.kind == "variable" else "uses"
-        return ScriptView(False, f"{name} {verb} {evidence.name} ({evidence.line})")
-    if packages & {"torch", "rankless"} or any(requires_torch(package) for package in sorted(others)):
-        return ScriptView(True, f"{name} knows no ranks")
-    return ScriptView(False, "")
+        return ScriptView(False, f"{name} reads {evidence.name} ({evidence.line})")
+    return ScriptView(True, f"{name} knows no ranks")
 
 
 def list_uses(file: SourceFile) -> Iterator[Use]:

@@ -87,6 +87,7 @@ RANKS = {
 
 UNTOLD = {
     "no PyTorch": "print('hello')",
+    "no PyTorch but a rank": "import os\nprint(os.environ['RANK'])",
     "no PyTorch but arrays": "import numpy, msgspec, json",
     "a job": "import rankless, torch\n@rankless.job(model=torch.nn.Linear(1, 1))\ndef f(): pass",
     "a job of an alias": "import rankless as r, torch\nr.job",
