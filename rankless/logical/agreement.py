@@ -13,7 +13,8 @@ import sys
 import threading
 import zlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy
@@ -47,7 +48,6 @@ class Agreement:
         self._calls = 0
         self._values = 0
         self._notes: deque[str] = deque(maxlen=KEPT_NOTES)
-        self._known: dict[int, int] = {}
         self._process_id = os.getpid()
         self._difference: RanksDiverged | None = None
         """What has been raised: a script that catches it must not go on, because other ranks may wait elsewhere."""
@@ -58,9 +58,14 @@ class Agreement:
         is_python_thread = thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread)
         return not is_python_thread and os.getpid() == self._process_id
 
-    def count_call(self, number: int) -> None:
-        """Count a call of the plan with a number; all ranks make the same calls in the same order."""
-        self._calls = hash((self._calls, number))
+    def note_call(self, arguments: Iterable[Any], tensors: Sequence[Tensor]) -> None:
+        """Note the real numbers and the plain tensors that a call takes."""
+        for leaf in arguments:
+            if type(leaf) is float:
+                self._calls = hash((self._calls, leaf))
+        for tensor in tensors:
+            if type(tensor) is Tensor and tensor.grad_fn is None:
+                self.note_tensor(tensor, "a tensor that a call takes, with the digest")
 
     def note(self, value: object, what: str) -> None:
         """Note a value that must be equal on all ranks.
@@ -74,14 +79,16 @@ class Agreement:
         self._notes.append(f"{script_line(sys._getframe(1))}: {what} {text}"[:MAX_NOTE_CHARACTERS])
 
     def note_tensor(self, tensor: Tensor, what: str) -> None:
-        """Note the values of a plain tensor that a call takes, unless they are known. Large tensors are sampled."""
+        """Note the values of a plain tensor on the CPU, unless they have been noted. Large tensors are sampled."""
         version = -1 if tensor.is_inference() else tensor._version
-        if self._known.get(id(tensor)) == version or tensor.device.type != "cpu":
-            return
-        if len(self._known) > SAMPLED_BYTES:
-            self._known.clear()
-        self._known[id(tensor)] = version
-        self.note(digest_values(tensor), what)
+        # On the tensor, so that ranks agree about what has been noted: a number of an object is used again.
+        if (
+            getattr(tensor, "noted_version", None) != version
+            and tensor.device.type == "cpu"
+            and tensor.layout is torch.strided
+        ):
+            tensor.noted_version = version  # type: ignore[attr-defined]  # a mark
+            self.note(digest_values(tensor), what)
 
     def check(self, where: str, *, generators: bool = False) -> None:
         """Compare with the other ranks.
@@ -131,7 +138,7 @@ class Agreement:
 def list_names() -> Sequence[str]:
     """Return the names of the digests that ranks compare."""
     generators = ("random numbers of torch", "random numbers of NumPy", "random numbers of Python's random")
-    return ("calls of PyTorch's functions", "values", *generators)
+    return ("real numbers that PyTorch's functions take", "values", *generators)
 
 
 def digest_generators() -> list[int]:

@@ -242,6 +242,8 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             break
     # Rankless's operators have no formulas for forward mode, nor for the transforms of torch.func.
     is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    if not is_transformed:
+        view.agreement.note_call((*args, *kwargs.values()) if kwargs else args, tensors)
     plan = None if is_transformed else look_up(tuple(signature), (function, args, kwargs), tensors, view)
     if plan is None:
         result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
