@@ -230,12 +230,16 @@ class FileEffects:
         opened.keeps_data = kept if known is None else known.keeps_data
         if reader is not None and not reader.closed and not effects.is_first:
             follow(reader, opened)
+        self._register(path, opened)
+        return file
+
+    def _register(self, path: str, opened: OpenFile) -> None:
+        """Note a file that is open to write."""
         for each, others in list(self._opened.items()):  # a closed file may have had the same descriptor
             others[:] = [old for old in others if old.descriptor != opened.descriptor]
             self._find_opened(each)
         self._opened.setdefault(path, []).append(opened)
         self.note_change(path)
-        return file
 
     def _make_private(self, path: str, *, has_data: bool) -> int | None:
         """Return the descriptor of a new private file for a path; None on rank 0. With `has_data` it has its data."""

@@ -562,12 +562,12 @@ def write_at_exit():
 
 
 CASES = [
-    reader_first, other_functions, 
+    reader_first, other_functions,
     write_and_read, append_in_a_loop, read_and_write, exclusive, two_handles, read_while_open, tail_a_log, atomic_save,
     atomic_save_with_a_temporary_file, temporary_file_moved, temporary_folder, spooled, rotate_checkpoints,
     resume_if_exists, header_if_new, logging_handlers, rotating_log, json_per_epoch, pickle_and_numpy,
     numpy_to_an_open_file, memory_map, mapped_bytes, paths, trees, clean_start, next_run_number, archives,
-    change_folder, torch_files, torch_save_fails, errors, exception_inside, descriptors, 
+    change_folder, torch_files, torch_save_fails, errors, exception_inside, descriptors,
     redirected_output, positions, large_file, database, shelf, overwrite, not_closed,
     device_and_descriptor, unlink_while_open, rename_while_open, count_lines_then_append, write_at_exit,
 ]  # fmt: skip
