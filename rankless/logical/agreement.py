@@ -32,7 +32,6 @@ KEPT_CALLS = 12
 """How many of its last calls a rank can show."""
 MAX_NOTE_CHARACTERS = 120
 SAMPLED_BYTES = 1 << 14
-KEPT_TENSORS = 1 << 12
 FIX = (
     "let every rank compute the same: numbers from the clock, and the order of a set or of a folder, differ between "
     "processes; fix the seed, or sort; or start with --separate, which runs copies that do not train together"
@@ -95,12 +94,11 @@ class Agreement:
             tensor: The tensor.
             what: What it is, for the error; or the function that takes it.
         """
-        known = self._known.get(id(tensor))
-        if (known is not None and known() is tensor) or not self.compares_tensors or tensor.device.type != "cpu":
+        number = id(tensor)
+        is_compared = self.compares_tensors and tensor.device.type == "cpu" and tensor.layout is torch.strided
+        if number in self._known or not is_compared:
             return
-        if len(self._known) > KEPT_TENSORS:
-            self._known.clear()
-        self._known[id(tensor)] = weakref.ref(tensor)
+        self._known[number] = weakref.ref(tensor, lambda _: self._known.pop(number, None))
         named = (
             what if isinstance(what, str) else f"a tensor for {getattr(what, '__name__', 'a function')}, with digest"
         )
@@ -173,7 +171,7 @@ def find_first_difference(texts: Mapping[int, Mapping[int, str]]) -> dict[int, s
 def list_names() -> Sequence[str]:
     """Return the names of the digests that ranks compare."""
     generators = ("random numbers of torch", "random numbers of NumPy", "random numbers of Python's random")
-    return ("calls of PyTorch's functions", "values", *generators)
+    return ("real numbers that PyTorch's functions take", "values", *generators)
 
 
 def digest_generators() -> list[int]:

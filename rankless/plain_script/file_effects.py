@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakValueDictionary
 
 from rankless.plain_script.distant_files import describe_result, make_result, read_whole
 from rankless.plain_script.effects import Effects, replace_everywhere
@@ -68,6 +69,8 @@ class FileEffects:
         """Those that the script may have open to write, by path."""
         self._unfinished: set[str] = set()
         """Files that the script has closed since the ranks last met."""
+        self._readers: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """The last file that was opened to read, by path."""
         effects.after_meeting.append(self._forget_finished)
         os.register_at_fork(before=self._finish)
 
@@ -137,7 +140,10 @@ class FileEffects:
         path = self.find_path(file)
         if not isinstance(mode, str) or not set(mode) & set("wax+"):
             with self.find_source(path, file) as source:
-                return act() if source is None else act(lambda _, flags: OS_OPEN(source, flags))
+                found = act() if source is None else act(lambda _, flags: OS_OPEN(source, flags))
+            if path is not None:
+                self._readers[path] = found
+            return found
         if not self.is_shared(path):
             return act()
         assert path is not None
@@ -188,6 +194,9 @@ class FileEffects:
         known = self._find_opened(path)
         if known is None and path in self._unfinished:
             self._finish()
+        reader = self._readers.get(path)
+        if reader is not None and not reader.closed:
+            kept = True  # it will read what is written
         if known is not None and kept:
             self._prepare_read(path)  # the private file gets the data that it lacks
         has_data = kept and not flags & (os.O_TRUNC | os.O_EXCL)
@@ -219,12 +228,18 @@ class FileEffects:
             if private is not None:
                 os.close(private)
         opened.keeps_data = kept if known is None else known.keeps_data
+        if reader is not None and not reader.closed and not effects.is_first:
+            follow(reader, opened)
+        self._register(path, opened)
+        return file
+
+    def _register(self, path: str, opened: OpenFile) -> None:
+        """Note a file that is open to write."""
         for each, others in list(self._opened.items()):  # a closed file may have had the same descriptor
             others[:] = [old for old in others if old.descriptor != opened.descriptor]
             self._find_opened(each)
         self._opened.setdefault(path, []).append(opened)
         self.note_change(path)
-        return file
 
     def _make_private(self, path: str, *, has_data: bool) -> int | None:
         """Return the descriptor of a new private file for a path; None on rank 0. With `has_data` it has its data."""
@@ -439,3 +454,13 @@ class FileEffects:
             return made
 
         return make
+
+
+def follow(reader: Any, opened: OpenFile) -> None:
+    """Let a file that reads the script's file read this rank's private one, from the same position."""
+    descriptor = OS_OPEN(opened.path, os.O_RDONLY)
+    try:
+        os.lseek(descriptor, os.lseek(reader.fileno(), 0, os.SEEK_CUR), os.SEEK_SET)
+        os.dup2(descriptor, reader.fileno(), inheritable=False)
+    finally:
+        os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A plain script: files in threads, processes and data sets, each case in a folder of its own, as in `file_cases`."""
+"""A plain script: descriptors, folders, and files in threads, processes and data sets, as `file_cases`."""
 
 import concurrent.futures
 import multiprocessing
@@ -81,7 +81,53 @@ class Reading(torch.utils.data.Dataset):
         return torch.tensor(float(Path("given.txt").read_text()) * index)
 
 
-CASES = [in_a_thread, in_processes, in_many_threads, cached_data_set, reader_processes]
+def redirected_descriptor():
+    before = os.dup(1)
+    with open("fd.txt", "w") as file:
+        sys.stdout.flush()
+        os.dup2(file.fileno(), 1)
+        os.write(1, b"to the file")
+        os.dup2(before, 1)
+    os.close(before)
+    return Path("fd.txt").read_text()
+
+
+def deleted_bottom_up():
+    for name in ("a/b/c", "a/d"):
+        os.makedirs(name)
+        Path(name, "f").touch()
+    for base, folders, files in os.walk("a", topdown=False):
+        for name in files:
+            os.remove(os.path.join(base, name))
+        for name in folders:
+            os.rmdir(os.path.join(base, name))
+    return os.listdir("a")
+
+
+def modes_of_files():
+    Path("m.sh").write_text("#!/bin/sh\n")
+    os.chmod("m.sh", 0o750)
+    os.truncate("m.sh", 4)
+    os.utime("m.sh", (1000, 2000))
+    os.link("m.sh", "hard.sh")
+    return (
+        oct(os.stat("m.sh").st_mode),
+        os.path.getmtime("m.sh"),
+        os.stat("hard.sh").st_nlink,
+        os.access("m.sh", os.X_OK),
+    )
+
+
+CASES = [
+    redirected_descriptor,
+    deleted_bottom_up,
+    modes_of_files,
+    in_a_thread,
+    in_processes,
+    in_many_threads,
+    cached_data_set,
+    reader_processes,
+]
 
 if __name__ == "__main__":
     base = os.getcwd()

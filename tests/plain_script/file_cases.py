@@ -4,9 +4,11 @@ What a case returns is printed, so that it is compared too.
 """
 
 import atexit
+import codecs
 import contextlib
 import csv
 import glob
+import gzip
 import io
 import json
 import logging
@@ -103,6 +105,42 @@ def tail_a_log():
             writer.flush()
             lines.append(reader.readline())
         return lines
+
+
+def reader_first():
+    Path("r.txt").write_text("old text\n")
+    seen = []
+    with open("r.txt") as reader:
+        seen.append(reader.read(3))
+        with open("r.txt", "a") as writer:
+            writer.write("new\n")
+            writer.flush()
+            seen.append(reader.read())
+            writer.write("newer\n")
+        seen.append(reader.read())
+    with open("r.txt", "rb") as reader:
+        seen.append(reader.read(2))
+        Path("r.txt").write_text("replaced by a longer text")
+        reader.seek(0)
+        seen.append(reader.read())
+    return seen, Path("r.txt").read_text()
+
+
+def other_functions():
+    with gzip.open("g.gz", "wt") as file:
+        file.write("zipped")
+    with codecs.open("c.txt", "w", "latin-1") as coded:
+        coded.write("\xe9")
+    with zipfile.ZipFile("z.zip", "w") as file:
+        file.writestr(zipfile.ZipInfo("one"), "1")
+    with zipfile.ZipFile("z.zip", "a") as file:
+        file.writestr(zipfile.ZipInfo("two"), "2")
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        Path(folder, "x").write_text("x")
+        inside = os.listdir(folder)
+    found = gzip.open("g.gz", "rt").read(), zipfile.ZipFile("z.zip").namelist(), inside, sorted(os.listdir())
+    os.remove("g.gz")  # it has a time
+    return found
 
 
 def atomic_save():
@@ -407,20 +445,6 @@ def descriptors():
     return written, size, Path("raw.bin").read_bytes(), found
 
 
-def modes_of_files():
-    Path("m.sh").write_text("#!/bin/sh\n")
-    os.chmod("m.sh", 0o750)
-    os.truncate("m.sh", 4)
-    os.utime("m.sh", (1000, 2000))
-    os.link("m.sh", "hard.sh")
-    return (
-        oct(os.stat("m.sh").st_mode),
-        os.path.getmtime("m.sh"),
-        os.stat("hard.sh").st_nlink,
-        os.access("m.sh", os.X_OK),
-    )
-
-
 def redirected_output():
     with open("out.txt", "w") as file, contextlib.redirect_stdout(file):
         print("captured")
@@ -538,11 +562,12 @@ def write_at_exit():
 
 
 CASES = [
+    reader_first, other_functions,
     write_and_read, append_in_a_loop, read_and_write, exclusive, two_handles, read_while_open, tail_a_log, atomic_save,
     atomic_save_with_a_temporary_file, temporary_file_moved, temporary_folder, spooled, rotate_checkpoints,
     resume_if_exists, header_if_new, logging_handlers, rotating_log, json_per_epoch, pickle_and_numpy,
     numpy_to_an_open_file, memory_map, mapped_bytes, paths, trees, clean_start, next_run_number, archives,
-    change_folder, torch_files, torch_save_fails, errors, exception_inside, descriptors, modes_of_files,
+    change_folder, torch_files, torch_save_fails, errors, exception_inside, descriptors,
     redirected_output, positions, large_file, database, shelf, overwrite, not_closed,
     device_and_descriptor, unlink_while_open, rename_while_open, count_lines_then_append, write_at_exit,
 ]  # fmt: skip
