@@ -33,8 +33,6 @@ NAMED = {
     "uneven_steps": "reached a pass over a DataLoader|the batch|backward pass|the end of the script",
     "uneven_epochs": "reached the end of the script",
     "uneven_files": r"reached open odd\.txt to write \(uneven_files\.py:\d+\)",
-    "input_noise": "a tensor that a call takes",
-    "number_in_loss": "real numbers that PyTorch's functions take",
     "error_on_one": "ValueError: only on some ranks",
     "input_noise": r"rank 0: input_noise\.py:5: a tensor for add",
     "number_in_loss": r"rank 0: mul\(float64\[6, 4\], 1\.0",
