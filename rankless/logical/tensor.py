@@ -272,11 +272,13 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
         if type(tensor) is DividedTensor:
             view = tensor.divided_as.ranks
             break
-    for tensor in tensors:
-        if type(tensor) is Tensor and not tensor.requires_grad and get_version(tensor) == 0:
-            view.agreement.note_tensor(tensor, function)  # new data of the script, as noise
     is_forward_mode = forward_ad._current_level >= 0  # for which Rankless's operators have no formulas
     plan = None if is_forward_mode else look_up(tuple(signature), (function, args, kwargs), tensors, view)
+    changed = () if plan is None else plan.changed  # the memory of `torch.empty` differs between ranks
+    for number, tensor in enumerate(tensors):
+        is_new = type(tensor) is Tensor and not tensor.requires_grad and get_version(tensor) == 0
+        if is_new and number not in changed and tensor is not kwargs.get("out"):
+            view.agreement.note_tensor(tensor, function)  # new data of the script, as noise
     if plan is None:
         result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
         view.notify_whole(function)
