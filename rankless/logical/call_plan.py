@@ -410,7 +410,8 @@ def list_orders(lowered: LoweredCall) -> tuple[Any, ...]:
 
 def has_rows_everywhere(placement: Placement) -> bool:
     """Return whether every rank has several rows, whose strides show how a value lies in memory."""
-    return not isinstance(placement, Shard) or min(placement.lengths) >= MIN_SYMBOLIC_SIZE
+    # Each by itself: which of several symbols is the least would become a guard.
+    return not isinstance(placement, Shard) or all(length >= MIN_SYMBOLIC_SIZE for length in placement.lengths)
 
 
 def is_argument(described: Any) -> bool:
