@@ -38,7 +38,7 @@ FIX = (
 )
 
 
-class Agreement:
+class RankAgreement:
     """What a rank has done since the start of the view, as digests that must be equal on all ranks.
 
     Args:

@@ -24,7 +24,7 @@ from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
-from rankless.logical.agreement import Agreement
+from rankless.logical.agreement import RankAgreement
 from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
@@ -52,7 +52,7 @@ class LogicalView:
         (self.axis,) = mesh.axes
         self.mesh = mesh
         self.notify = notify
-        self.agreement = Agreement(mesh)
+        self.agreement = RankAgreement(mesh)
         self.plans = PlanCache(mesh, notify)
         self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
         self._notified_lines: set[str] = set()

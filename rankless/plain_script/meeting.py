@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.world import World
-from rankless.logical.agreement import Agreement
+from rankless.logical.agreement import RankAgreement
 
 LENGTH = struct.Struct("<q")
 PACKET_BYTES = 512
@@ -22,7 +22,7 @@ class Meeting:
         agreement: What they compare when they meet.
     """
 
-    def __init__(self, world: World, agreement: Agreement) -> None:
+    def __init__(self, world: World, agreement: RankAgreement) -> None:
         self._mesh = world.mesh
         self._agreement = agreement
         self._compares = True

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from rankless.logical.agreement import Agreement
+from rankless.logical.agreement import RankAgreement
 
 COMPARED = (bool, int, float, tuple, str)
 
@@ -24,7 +24,7 @@ class OptimizerSettings:
         agreement: What the ranks compare.
     """
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: RankAgreement) -> None:
         self._agreement = agreement
         self._noted: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
 

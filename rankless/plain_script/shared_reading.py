@@ -59,7 +59,7 @@ class RowsRead(NamedTuple):
     """A digest of the sample that all ranks read, or nothing."""
 
 
-class RowReader(Dataset[Any]):
+class OwnRowReader(Dataset[Any]):
     """The data set of the inner `DataLoader`: it returns this rank's rows of a batch.
 
     Args:
@@ -212,7 +212,7 @@ class SharedReading:
         self._loader, self._state = loader, state
         (self._axis,), self._device = mesh.axes, mesh.device
         self._has_columns = has_plain_columns(loader.dataset)
-        self._reader = RowReader(loader, BatchDivision.of(mesh), effects, has_columns=self._has_columns)
+        self._reader = OwnRowReader(loader, BatchDivision.of(mesh), effects, has_columns=self._has_columns)
         self._reader.reads_whole = state.reads_whole
         self._keys = BatchKeys(loader)
         self._inner = self._make_inner(loader.generator)

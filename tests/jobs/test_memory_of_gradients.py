@@ -134,6 +134,6 @@ def test_a_gradient_that_flows_out_of_the_job_is_that_of_one_device(as_parameter
     (notice,), expected = run_with_history(Mesh.solo(), as_parameter)
     assert f"argument batch['{name}'] requires a gradient" in notice
     assert "several workers cannot run this as one program" in notice
-    for (told, *_), gradients in on_mesh(2, run_with_history, as_parameter):
-        assert f"argument batch['{name}'] requires a gradient" in told
+    for (first, *_), gradients in on_mesh(2, run_with_history, as_parameter):
+        assert f"argument batch['{name}'] requires a gradient" in first
         torch.testing.assert_close(gradients, expected, rtol=1e-12, atol=1e-12)
