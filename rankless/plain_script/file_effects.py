@@ -210,10 +210,7 @@ class FileEffects:
 
         def opener(_: str, wanted: int) -> int:
             access = wanted & (os.O_ACCMODE | os.O_APPEND | os.O_TRUNC)
-            if known is not None:
-                return OS_OPEN(known.path, access)
-            assert private is not None
-            return OS_OPEN(f"/dev/fd/{private}", access & ~os.O_TRUNC)
+            return OS_OPEN(f"/dev/fd/{private}" if known is None else known.path, access)
 
         try:
             size = effects.once(f"open {self.describe(path)} to write", act)
