@@ -7,6 +7,7 @@ adds that to the earlier gradient in place, as autograd accumulates.
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
@@ -14,6 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch._functorch import apis, eager_transforms
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
@@ -42,6 +44,7 @@ TRANSFORMS = [
     if hasattr(module, name)
 ]
 """What runs functions of the script under the transforms of `torch.func`."""
+HIGHER_ORDER = "_higher_order_ops"
 COMPILE = torch.compile
 RETAIN_GRAD: Callable[[Tensor], None] = Tensor.retain_grad
 MAKE_HOOK: Callable[..., None] = vars(BackwardHook)["__init__"]
@@ -111,7 +114,7 @@ class LogicalBackward:
         inputs: Any = None,
     ) -> None:
         """Run `torch.autograd.backward`, and sum the gradients of plain leaves over the ranks."""
-        if TRACE_STATE.is_tracing or IN_TRANSFORM() is not None:  # all values are whole there
+        if is_traced():
             RUN_BACKWARD(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             return
         given = grad_variables if grad_tensors is None else grad_tensors
@@ -174,8 +177,7 @@ class LogicalBackward:
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
     ) -> tuple[Tensor | None, ...]:
         """Run `torch.autograd.grad`; gradients of plain tensors are whole."""
-        # A transform of torch.func differentiates values that are whole.
-        if TRACE_STATE.is_tracing or IN_TRANSFORM() is not None:
+        if is_traced():
             found: tuple[Tensor | None, ...] = RUN_GRAD(outputs, inputs, grad_outputs, *args, **kwargs)
             return found
         with torch._C.DisableTorchFunctionSubclass():
@@ -277,6 +279,8 @@ class LogicalBackward:
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.compile`. The functions run as plain Python, because their batches are divided."""
+        if HIGHER_ORDER in sys._getframe(1).f_code.co_filename:  # as `torch.cond`, which PyTorch traces in any case
+            return self._run_whole(functools.partial(call_compiled, COMPILE(*args, **kwargs)))
         if not self._compiles:
             self._compiles = True
             torch.compiler.set_stance("force_eager")
@@ -284,6 +288,17 @@ class LogicalBackward:
                 f"{caller_line()}: torch.compile has no effect on divided batches: functions run uncompiled (correct)"
             )
         return COMPILE(*args, **kwargs)
+
+
+def is_traced() -> bool:
+    """Return whether PyTorch traces or transforms a function, in which all values are whole."""
+    return TRACE_STATE.is_tracing or IN_TRANSFORM() is not None or get_proxy_mode() is not None
+
+
+def call_compiled(compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a compiled function, also where others run as plain Python."""
+    with torch.compiler.set_stance("default"):
+        return compiled(*args, **kwargs)
 
 
 def offer_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -146,14 +146,10 @@ def round_to_float8(net, x):
 compare("float8", round_to_float8, rows)
 compare("mse_loss", lambda net, x: F.mse_loss(net(x), x), none)
 compare("huber_loss", lambda net, x: F.huber_loss(net(x), x) + F.smooth_l1_loss(net(x), x), none)
-net = nn.Linear(6, 6)
-def choose(x):
-    return torch.cond(x.sum() > 0, lambda v: v.sin().sum(), lambda v: v.cos().sum(), (net(x),))  # cond
+def choose(net, x):
+    return torch.cond(x.sum() > 0, lambda v: v.sin().sum(), lambda v: v.cos().sum(), (net(x),))
 
-try:
-    rankless.job(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))(choose)(rows)
-except rankless.RanklessError as error:
-    print("cond", "a call of cond()" in error.found and "capture=False" in error.fix, error.where)
+compare("cond", choose, rows)
 compare("after it", lambda net, x: net(x).square().mean(), rows)
 """
 
@@ -164,6 +160,5 @@ def test_results_gradients_and_errors_are_those_of_the_plain_script(tmp_path: Pa
     lines = [line for line in run.stdout.splitlines() if line.split()[-1] in ("True", "False") or " True " in line]
     assert len(lines) == 9 + 5 + 2, run.stdout + run.stderr
     assert all("True" in line for line in lines), run.stdout
-    number = next(number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.endswith("# cond"))
-    assert any(line.startswith("cond") and line.endswith(f"script.py:{number}") for line in lines), lines
+    assert "job '<lambda>' cannot be one program (a call of cond()" in run.stderr, run.stderr
     assert run.stderr.count("captured") == 0, run.stderr
