@@ -59,6 +59,7 @@ class LibraryWriters:
             "torch.utils.tensorboard.writer": self._patch_tensorboard,
             "wandb": self._patch_wandb,
             "sqlite3": self._patch_sqlite,
+            "numpy.random": self._patch_numpy,
         }
         """By the name of a module: what to do when the script has imported it."""
 
@@ -187,6 +188,12 @@ class LibraryWriters:
             return run
 
         module.init = init
+
+    def _patch_numpy(self, _module: Any) -> None:
+        """Let `numpy.savetxt` use the present `open`: it keeps the one that Python had when NumPy was imported."""
+        openers = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
+        if openers is not None:
+            openers._file_openers[None] = self._files.open
 
     def _patch_sqlite(self, module: Any) -> None:
         """Let other ranks than 0 work on a copy of a database."""

@@ -48,7 +48,7 @@ class Outside:
         writers = {name: [patch] for name, patch in LibraryWriters(self.effects, self._files).patches.items()}
         return writers | {
             "torch": [*writers["torch"], self._sources.watch_torch],
-            "numpy.random": [self._sources.watch_numpy],
+            "numpy.random": [*writers["numpy.random"], self._sources.watch_numpy],
         }
 
     def install(self, *, shares_input: bool) -> None:
