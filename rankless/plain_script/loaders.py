@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -108,7 +108,7 @@ class LogicalPass:
         """Return the next batch, which every rank reads, and the number of its rows."""
         batch = next(self._wholes)
         self._view.agreement.note(compute_digest(batch), "the batch, with the digest")
-        rows = find_rows(batch, self._loader.batch_size)
+        rows = find_rows(batch, *self._list_sizes())
         return divide_batch(batch, self._view, rows=rows), rows
 
     def _take_shared(self, reading: SharedReading) -> tuple[Any, int]:
@@ -121,6 +121,13 @@ class LogicalPass:
         lengths = BatchDivision.of(self._view.mesh).split(rows)
         return map_tensors(lambda leaf: shard_rows(leaf, lengths, self._view), read.data), rows
 
+    def _list_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of samples of a full batch and of the last one, as far as they are known."""
+        full, dataset = self._loader.batch_size, self._loader.dataset
+        if full is None:
+            return ()
+        return (full, len(dataset) % full) if isinstance(dataset, Sized) else (full,)
+
     def _count_batches(self) -> int | None:
         try:
             return len(self._loader)
@@ -128,15 +135,18 @@ class LogicalPass:
             return None
 
 
-def find_rows(batch: Any, samples: int | None) -> int:
+def find_rows(batch: Any, *samples: int) -> int:
     """Return the number of rows along which a batch is divided, or 0 if it has none.
 
     Args:
         batch: The batch.
-        samples: The number of samples that the loader puts into a full batch; None if its data set makes batches.
+        samples: How many samples it may have. A function that collates may put them along another dim than the first.
     """
-    sizes = [size for leaf in list_tensors(batch) for size in leaf.shape[:1]]
-    return samples if samples is not None and samples in sizes else max(sizes, key=sizes.count, default=0)
+    tensors = list_tensors(batch)
+    first = [size for leaf in tensors for size in leaf.shape[:1]]
+    every = [size for leaf in tensors for size in leaf.shape]
+    known = [size for sizes in (first, every) for size in samples if size and size in sizes]
+    return known[0] if known else max(first, key=first.count, default=0)
 
 
 def divide_batch(batch: Any, view: LogicalView, *, rows: int) -> Any:
@@ -156,7 +166,7 @@ def shard_whole(batch: Any, view: LogicalView) -> Any:
     """Return a batch that the script itself has made, divided along dim 0 of most of its tensors. Collective."""
     view.agreement.note(compute_digest(batch), "the batch, with the digest")
     view.agreement.check("rankless.shard_batch")
-    return divide_batch(batch, view, rows=find_rows(batch, None))
+    return divide_batch(batch, view, rows=find_rows(batch))
 
 
 def shard_loaded(batch: Any, view: LogicalView) -> Any:

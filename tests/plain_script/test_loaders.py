@@ -312,6 +312,17 @@ def test_each_rank_reads_its_own_samples() -> None:
     assert all(set(read) == set(range(ROWS)) for read in (*noisy, *texts))
 
 
+def find_divided_dims(mesh: Mesh) -> list[tuple[int, ...]]:
+    world = World(mesh=mesh, notify=lambda _: None, send_record=lambda _: None)
+    with divide_batches(LogicalView(mesh, lambda _: None), world):
+        loader = DataLoader([torch.ones(5, 6)] * 11, 8, collate_fn=lambda samples: torch.stack(samples, 1))
+        return [(batch.placement.dim, *batch.local.shape) for batch in loader]
+
+
+def test_sequences_that_are_collated_along_the_second_dim_are_divided_there() -> None:
+    assert on_mesh(2, find_divided_dims) == [[(1, 5, 4, 6), (1, 5, 2, 6)], [(1, 5, 4, 6), (1, 5, 1, 6)]]
+
+
 class OfRank(Squares):
     """A data set that is not the same on all ranks."""
 
