@@ -106,8 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             expected="a script that defines at least one job",
             found=f"{program.target}, which defines none",
-            fix="put @rankless.job(model=…, optimizer=…) on its training function; an ordinary loop, which `rankless run` "
-            "trains without a job, has no plan",
+            fix="put @rankless.job(model=…, optimizer=…) on its training function; an ordinary loop, which "
+            "`rankless run` trains without a job, has no plan",
         )
     if arguments.save is not None:
         write_plan(arguments.save, _make_parallel_plan(records, program, workers=config.worker_count, mesh=config.mesh))
