@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs.test_whole_batch import LOSSES, make_batches, make_training, plain_training, split
 from support.processes import on_mesh
+from test_whole_batch import LOSSES, make_batches, make_training, plain_training, split
 from torch import Tensor, nn
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes

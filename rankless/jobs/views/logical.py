@@ -34,7 +34,7 @@ class LogicalJobView:
         self._job = job
         self._world = world
         self._sync = CallSync(job, world)
-        self._plain = PlainView(job, world, is_observed=False)
+        self._plain = PlainView(job, world, warns=False)
         self._random_states = RandomStates(with_python=True)
         self._view = LogicalView(world.mesh, world.notify)
         self._backward = LogicalBackward(self._view)

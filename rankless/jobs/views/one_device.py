@@ -28,14 +28,16 @@ from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
 class PlainView:
     """Runs a job eagerly. In the noise-floor run of `verify` it perturbs parameters and gradients."""
 
-    def __init__(self, job: JobDefinition, world: World, *, is_observed: bool = True) -> None:
+    def __init__(self, job: JobDefinition, world: World, *, warns: bool = True) -> None:
         self._job = job
         self._world = world
         self._device = job.device(world.mesh.device)
         self._joint = world.joint.join_job(job, world)
         self._loss_weights = LossWeightReader(job, world, weights_only=True) if job.accumulates else None
         seed = world.settings.perturbation_seed
-        self._is_first = is_observed
+        self._is_first = True
+        self._warns = warns and job.captured
+        """Whether it warns of what no program can do."""
         self._noise = None if seed is None else torch.Generator().manual_seed(seed)
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
@@ -46,7 +48,7 @@ class PlainView:
         inspector = self._world.settings.inspector
         if inspector is not None and not inspector.count_call(self._job.name):
             inspector = None
-        is_checked = self._is_first and self._job.captured
+        is_checked = self._is_first and self._warns
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains) if is_checked else None
         if refused is None and is_checked:
             refused = find_compressed_tensor(self._job.function, self._job.modules)
@@ -89,7 +91,7 @@ class PlainView:
             yield
             return
         self._is_first = False
-        if not self._job.captured:
+        if not self._warns:
             with refuse_training_calls():
                 yield
             return
