@@ -360,7 +360,10 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
         >>> rankless.once(sorted, [3, 1, 2])
         [1, 2, 3]
     """
-    world = _current_in_any_view().world
+    context = _current_in_any_view()
+    if context.sees_one_process:  # the script is one process: what the function does happens once in any case
+        return function(*args, **kwargs)
+    world = context.world
     return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
 
 

@@ -301,8 +301,15 @@ def take_whole_values(name: str) -> property:
     PyTorch's own asks the tensor, but not the new value, whether its class has a function of its own.
     """
     own = GETTERS[name]
+    get_divided, set_divided = HANDLERS[own.__get__], HANDLERS[own.__set__]
+
+    def read(tensor: Tensor) -> Any:
+        return get_divided(tensor) if isinstance(tensor, DividedTensor) else own.__get__(tensor)
 
     def assign(tensor: Tensor, value: Any) -> None:
-        own.__set__(tensor, value if isinstance(tensor, DividedTensor) else take_whole(value))
+        if isinstance(tensor, DividedTensor):
+            set_divided(tensor, value)
+        else:
+            own.__set__(tensor, take_whole(value))
 
-    return property(own.__get__, assign, own.__delete__)
+    return property(read, assign, own.__delete__)

@@ -110,6 +110,11 @@ class ProcessContext:
         """The logical view, if the script runs in it."""
         atexit.register(self.leave)
 
+    @property
+    def sees_one_process(self) -> bool:
+        """Whether the script runs in the logical view, also if it has not imported torch yet."""
+        return self.logical is not None or (self._config is not None and self._config.is_logical)
+
     def _make_settings(self, config: WorkerConfig) -> RunSettings:
         """Return what the command line asks of jobs."""
         observation, rank = config.observation, self._rank

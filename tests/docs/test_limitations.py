@@ -65,7 +65,9 @@ SHOWN_BY = {
     "Elastic Horovod jobs": "jobs/test_lost_workers_on_hosts.py::test_the_others_go_on",
     "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "`--mesh` with": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
-    "A script without a": "logical/test_plain_scripts.py::test_a_plain_script_prints_and_writes_what_it_does_on_one_device",
+    "A script without a": (
+        "logical/test_plain_scripts.py::test_a_plain_script_prints_and_writes_what_it_does_on_one_device"
+    ),
     "Every worker computes": (
         "logical/test_plain_scripts.py::test_a_plain_script_prints_and_writes_what_it_does_on_one_device"
     ),
