@@ -5,10 +5,12 @@ marks the line that the error must name with the comment `# the line`.
 """
 
 import inspect
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy
 import torch
 from support.devices import get_random_state
 from torch import Tensor, nn
@@ -88,6 +90,8 @@ def perceptron() -> nn.Sequential:
 
 def start_script(case: AdversarialCase) -> tuple[Script, torch.optim.Optimizer]:
     """Return the script after its setup, which is the same each time."""
+    random.seed(SEED)
+    numpy.random.seed(SEED)
     torch.manual_seed(SEED)
     script = case.build()
     torch.manual_seed(SEED + 1)
@@ -161,6 +165,11 @@ def assert_alike(found: Sequence[CallState], wanted: Sequence[CallState], tolera
         assert structure == plain_structure, f"call {number}: other results"
         for (path, value), (_, plain_value) in zip(leaves, plain_leaves, strict=True):
             assert_near(value, plain_value, tolerance, f"call {number}{pytree.keystr(path)}")
+
+
+def without_layout(calls: Sequence[CallState]) -> list[CallState]:
+    """Return states without strides, and with dense arguments: the logical view promises values alone."""
+    return [replace(call, strides={}, arguments=[each.to_dense() for each in call.arguments]) for call in calls]
 
 
 def assert_near(found: Any, wanted: Any, tolerance: float, label: str) -> None:

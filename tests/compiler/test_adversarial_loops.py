@@ -1,14 +1,19 @@
 """The scripts of the adversarial cases as ordinary loops in the logical view, those too that no job can capture."""
 
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy
 import pytest
 import torch
-from adversarial_cases import SEED, AdversarialCase, CallState, assert_alike, record_call, run_plain, start_script
+from adversarial_cases import (
+    AdversarialCase,
+    CallState,
+    assert_alike,
+    record_call,
+    run_plain,
+    start_script,
+    without_layout,
+)
 from support.processes import on_mesh
 from test_adversarial_cases import CASES as ALL_CASES
 from test_adversarial_cases import ROUNDED_PER_RANK
@@ -61,11 +66,8 @@ def run_loop(case: AdversarialCase, view: LogicalView) -> list[CallState]:
 
 def try_run(run: Any, *arguments: Any) -> list[CallState] | str:
     """Return the states after each call, without strides; or the script's error."""
-    random.seed(SEED)
-    numpy.random.seed(SEED)
     try:
-        calls = run(*arguments)
-        return [replace(call, strides={}, arguments=[each.to_dense() for each in call.arguments]) for call in calls]
+        return without_layout(run(*arguments))
     except Exception as error:  # a script may raise anything
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
