@@ -17,7 +17,7 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
-from rankless.context.once import call_once
+from rankless.context.once import call_in_one_process, call_once
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
@@ -362,7 +362,7 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
     """
     context = _current_in_any_view()
     if context.sees_one_process:  # the script is one process: what the function does happens once in any case
-        return function(*args, **kwargs)
+        return call_in_one_process(lambda: function(*args, **kwargs), name=_name(function))
     world = context.world
     return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
 

@@ -39,6 +39,12 @@ def call_once(function: Callable[[], Result], *, name: str, world: World) -> Res
     return world.run_for_all(lambda now: _call_and_share(function, returned, name, now))
 
 
+def call_in_one_process(function: Callable[[], Result], *, name: str) -> Result:
+    """Return what `rankless.once` returns in a script that sees one process: a copy, as on several ranks."""
+    found: Result = decode_value(_encode_result(function(), name))
+    return found
+
+
 def _call_and_share(function: Callable[[], Result], returned: list[bytes], name: str, world: World) -> Result:
     world.workers.check_sync_point(f"rankless.once({name})")
     if world.workers.rank != 0:
