@@ -5,10 +5,11 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
-from rankless.logical.tensor import HANDLERS, DividedTensor, LogicalView, call, divide_whole, make_divided
+from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView, call, divide_whole, make_divided
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
@@ -232,12 +233,17 @@ def is_divided(tensor: Tensor, dim: int) -> TypeGuard[DividedTensor]:
     return isinstance(tensor, DividedTensor) and isinstance(tensor.placement, Shard) and tensor.placement.dim == dim
 
 
+def is_transformed() -> bool:
+    """Return whether PyTorch transforms what runs, or differentiates it forwards: then all values are whole."""
+    return IN_TRANSFORM() is not None or forward_ad._current_level >= 0
+
+
 @handles(torch.cat, torch.concat, torch.concatenate)
 def join(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Join tensors; if they are divided along that dim, the result is divided again."""
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis", 0))
     divided = [tensor for tensor in tensors if is_divided(tensor, dim % max(1, tensor.dim()))]
-    if divided and "out" not in kwargs:
+    if divided and "out" not in kwargs and not is_transformed():
         return divide_again(torch.cat([*map(take_whole, tensors)], dim), dim % divided[0].dim(), divided[0].ranks)
     found: Tensor = call(torch.cat, (tensors, *args), kwargs)
     return found
@@ -248,7 +254,7 @@ def index(tensor: Tensor, key: Any) -> Tensor:
     """Return elements; chosen rows, for example in a random order, are divided again."""
     rows, *others = key if isinstance(key, tuple) and key else (key,)
     chooses = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype == torch.int64
-    if chooses and is_divided(tensor, 0) and all(isinstance(item, slice) for item in others):
+    if chooses and is_divided(tensor, 0) and not is_transformed() and all(isinstance(item, slice) for item in others):
         return divide_again(take_whole(tensor)[(take_whole(rows), *others)], 0, tensor.ranks)
     found: Tensor = call(Tensor.__getitem__, (tensor, key), {})
     return found
@@ -259,7 +265,12 @@ def run_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         has_sequences = len(args) == 9 and isinstance(args[3], bool)  # a packed batch has other arguments
-        if not has_sequences or not is_divided(args[0], 0 if args[8] else 1) or (args[5] and args[6]):
+        if (
+            is_transformed()
+            or not has_sequences
+            or not is_divided(args[0], 0 if args[8] else 1)
+            or (args[5] and args[6])
+        ):
             return run_whole(function, args)
         x, states, rest = args[0], args[1], args[2:]
         rows: Any = x.placement
