@@ -5,7 +5,6 @@ all ranks, as in a script without a job.
 """
 
 from dataclasses import replace
-from typing import Any
 
 from rankless.compiler.capture.results import map_result
 from rankless.compiler.capture.trace_to_program import named_tensors
@@ -17,7 +16,8 @@ from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
 from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.logical.handlers import take_whole
+from rankless.logical.tensor import LogicalView
 from rankless.plain_script.loaders import convert_tensor
 
 
@@ -60,17 +60,12 @@ class LogicalJobView:
         tensors = tuple(convert_tensor(tensor, self._view) for tensor in arguments.tensors)
         with self._backward.install():
             outcome = self._plain.run(replace(arguments, tensors=tensors))
-            outcome = replace(outcome, result=map_result(make_whole, outcome.result), loss=make_whole(outcome.loss))
+            outcome = replace(outcome, result=map_result(take_whole, outcome.result), loss=take_whole(outcome.loss))
         self._world.mesh.check_sync_point_again()
         owner.begin_call()  # the job may have changed parameters of which this worker has a shard
         states = [tensor for _, tensor in sorted(named_tensors(self._job.modules).items())]
         self._sync.record_states(states, states)
         return outcome
-
-
-def make_whole(value: Any) -> Any:
-    """Return a logical tensor whole, and anything else as it is."""
-    return value.whole() if isinstance(value, DividedTensor) else value
 
 
 def can_run_logically(job: JobDefinition, world: World) -> bool:
