@@ -125,3 +125,13 @@ def test_no_file_folder_or_class_has_a_name_that_says_nothing():
 def test_every_package_says_what_enters_and_leaves():
     for file in PACKAGE.rglob("__init__.py"):
         assert ast.get_docstring(parsed(file)), f"{short(file)} has no docstring"
+
+
+def test_no_two_test_files_have_one_name():
+    """The folders of the tests are no packages: pytest imports a file by its name, and refuses a second of that name."""
+    files = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
+    folders: dict[str, list[str]] = {}
+    for file in files:
+        folders.setdefault(file.name, []).append(short(file.parent))
+    assert len(files) > 400
+    assert {name: found for name, found in folders.items() if len(found) > 1} == {}

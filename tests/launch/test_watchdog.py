@@ -252,18 +252,23 @@ def test_a_slow_download_is_progress(tmp_path):
     """It takes hardly any CPU time, and sleeps in between."""
     code = "import time\nfile = open('data', 'wb', buffering=0)\nwhile True: file.write(bytes(20000)); time.sleep(0.2)"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+
+    def wait_for_bytes(number: int) -> None:
+        size = (tmp_path / "data").stat().st_size
+        wait_until(lambda: (tmp_path / "data").stat().st_size > size + number)
+        wait_until(lambda: read_process_stats(process.pid).state == "S")  # it runs while it writes, for an instant
+
     try:
         wait_until(lambda: (tmp_path / "data").exists())
+        wait_for_bytes(0)
         tracker = ActivityTracker(process.pid, time.monotonic())
         start = tracker.idle_since
         tracker.update(start + 0.5)
         tracker.update(start + 1.0)
-        size = (tmp_path / "data").stat().st_size
-        wait_until(lambda: (tmp_path / "data").stat().st_size > size + 50_000)
+        wait_for_bytes(50_000)
         tracker.update(start + 2.0)
         assert (tracker.idle_since, tracker.tree_idle_since) == (start, start + 2.0)
-        size = (tmp_path / "data").stat().st_size
-        wait_until(lambda: (tmp_path / "data").stat().st_size > size + 50_000)
+        wait_for_bytes(50_000)
         tracker.update(start + 3.0, with_bytes=False)
         assert tracker.tree_idle_since == start + 2.0
     finally:
