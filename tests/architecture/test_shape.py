@@ -128,7 +128,7 @@ def test_every_package_says_what_enters_and_leaves():
 
 
 def test_no_two_test_files_have_one_name():
-    """The folders of the tests are no packages: pytest imports a file by its name, and refuses a second of that name."""
+    """The folders of the tests are no packages: pytest imports a file by its name, and refuses a second."""
     files = sorted((PACKAGE.parent / "tests").rglob("test_*.py"))
     folders: dict[str, list[str]] = {}
     for file in files:
