@@ -21,7 +21,7 @@ AIMS = {
     ("mlp", "ddp"): 1.05,
     ("gpt", "ddp"): 1.05,
     ("bert", "ddp"): 1.05,
-    ("resnet", "ddp"): 1.15,
+    ("resnet", "ddp"): 1.05,
 }
 PEERS = {"job": "a job", "ddp": "DistributedDataParallel"}
 MOST_ABOVE_PLAIN = 5e-6
