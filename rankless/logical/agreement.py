@@ -153,6 +153,9 @@ class RankAgreement:
                 rank: {count - len(made) + place: text for place, text in enumerate(made)}
                 for rank, (_, made, count) in known.items()
             }
+            ended = min(count for _, _, count in known.values())
+            for texts in numbered.values():
+                texts.setdefault(ended, "no further call")
             found = find_first_difference(numbered)
         if found:
             return "; ".join(f"rank {rank}: {text}" for rank, text in found.items()), FIX

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._functorch import apis, eager_transforms
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.nn import Parameter
 from torch.overrides import handle_torch_function
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
@@ -23,7 +24,14 @@ from torch.utils.hooks import BackwardHook
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
-from rankless.logical.handlers import REGISTER_HOOK, find_part, take_whole, take_whole_values, wrap_gradient
+from rankless.logical.handlers import (
+    REGISTER_HOOK,
+    find_part,
+    make_parameter,
+    take_whole,
+    take_whole_values,
+    wrap_gradient,
+)
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
 from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
@@ -81,6 +89,7 @@ class LogicalBackward:
             *((module, name, self._run_whole(run)) for module, name, run in TRANSFORMS),
             *((Tensor, name, take_whole_values(name)) for name in ("data", "grad")),
             (BackwardHook, "__init__", self._make_module_hooks()),
+            (Parameter, "__new__", staticmethod(make_parameter(Parameter.__new__))),
         ]
         HANDLERS[Tensor.backward] = self._backward_of
         try:
@@ -270,7 +279,7 @@ class LogicalBackward:
         """Return `Tensor.retain_grad`: the gradient of a plain tensor is whole after the pass."""
 
         def retain_grad(tensor: Tensor) -> None:
-            RETAIN_GRAD(tensor)
+            RETAIN_GRAD(get_part(tensor))  # PyTorch's own would find this function by its name, and call it for parts
             if not isinstance(tensor, DividedTensor) and not tensor.is_leaf:
                 self._retained = [known for known in self._retained if known() is not None]
                 self._retained.append(ref(tensor))
@@ -323,7 +332,7 @@ def as_list(tensors: Any) -> list[Any]:
 
 def get_part(tensor: Any) -> Any:
     """Return this rank's part of a tensor."""
-    return tensor.local if isinstance(tensor, DividedTensor) else tensor
+    return tensor.take_part() if isinstance(tensor, DividedTensor) else tensor
 
 
 def make_first_gradient(root: Tensor) -> Tensor:

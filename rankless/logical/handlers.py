@@ -9,7 +9,16 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
-from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView, call, divide_whole, make_divided
+from rankless.logical.tensor import (
+    HANDLERS,
+    IN_TRANSFORM,
+    DividedTensor,
+    LogicalView,
+    call,
+    divide_whole,
+    make_divided,
+    mark_part,
+)
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 
@@ -42,8 +51,10 @@ OF_WHOLE = (
 )
 """Functions that read values."""
 
-
-SHARING = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage)
+SHARING = (
+    *(Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.data_ptr, Tensor.storage, Tensor.untyped_storage),
+    Tensor.__iter__,
+)
 """Functions whose results share the memory of the tensor."""
 
 
@@ -56,9 +67,10 @@ def run_on_whole(function: Any) -> Callable[..., Any]:
     """Return what calls a function with whole values."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        wholes = [*map(take_whole, args)]
         if function in SHARING:
             args[0].note_view()
-        return function(*map(take_whole, args), **{name: take_whole(value) for name, value in kwargs.items()})
+        return function(*wholes, **{name: take_whole(value) for name, value in kwargs.items()})
 
     return run
 
@@ -116,7 +128,7 @@ def wrap_gradient(gradient: Tensor | None, tensor: DividedTensor) -> Tensor | No
 def find_part(value: Tensor, like: DividedTensor, placement: Placement) -> Tensor:
     """Return this rank's part of a value in a placement; `like` has its shape."""
     before = value.placement if isinstance(value, DividedTensor) else Replicate()
-    local = value.local if isinstance(value, DividedTensor) else value
+    local = value.take_part() if isinstance(value, DividedTensor) else value
     return move(local, like.ranks.axis, like.logical_shape, before, placement)
 
 
@@ -173,11 +185,6 @@ def set_requires_grad(tensor: DividedTensor, value: bool) -> None:
     mark_part(tensor.local)
 
 
-def mark_part(local: Tensor) -> None:
-    """Mark a leaf as a part of a logical tensor: its gradient is no partial sum, as that of a plain tensor is."""
-    local.is_part = True  # type: ignore[attr-defined]
-
-
 @handles(GETTERS["data"].__get__)
 def get_data(tensor: DividedTensor) -> DividedTensor:
     """Return the tensor without its history; it shares memory."""
@@ -209,7 +216,7 @@ def register_hook(tensor: DividedTensor, hook: Callable[[Tensor], Tensor | None]
 @handles(Tensor.__deepcopy__)
 def copy_deeply(tensor: DividedTensor, memo: dict[int, Any]) -> DividedTensor:
     """Return a copy with memory of its own."""
-    local = tensor.local.__deepcopy__(memo)
+    local = tensor.take_part().__deepcopy__(memo)
     copy = memo[id(tensor)] = make_divided(local, tensor.divided_as)
     return copy
 
@@ -278,7 +285,7 @@ def run_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         several = [states] if isinstance(states, Tensor) else list(states)
         parts = [divide_as(state, Shard(1, rows.lengths), view) for state in several]
         weights = [take_whole(weight) for weight in rest[0]]
-        results = function(x.local, parts[0] if isinstance(states, Tensor) else parts, weights, *rest[1:])
+        results = function(x.take_part(), parts[0] if isinstance(states, Tensor) else parts, weights, *rest[1:])
         output = (*x.logical_shape[:2], results[0].shape[2])
         shapes = [output, *(tuple(state.shape) for state in several)]
         placements = [rows, *(Shard(1, rows.lengths) for _ in several)]
@@ -299,7 +306,7 @@ def run_whole(function: Callable[..., Any], args: Sequence[Any]) -> Any:
 def divide_as(value: Tensor, placement: Shard, view: LogicalView) -> Tensor:
     """Return this rank's part of a value in a placement."""
     before = value.placement if isinstance(value, DividedTensor) else Replicate()
-    local = value.local if isinstance(value, DividedTensor) else value
+    local = value.take_part() if isinstance(value, DividedTensor) else value
     return move_with_gradient(local, view.axis, tuple(value.shape), before, placement).contiguous()
 
 
@@ -324,3 +331,17 @@ def take_whole_values(name: str) -> property:
             own.__set__(tensor, take_whole(value))
 
     return property(read, assign, own.__delete__)
+
+
+def make_parameter(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes a parameter: plain and whole, also of a logical tensor."""
+
+    def new(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> Any:
+        if isinstance(data, DividedTensor):
+            with torch.no_grad():
+                whole = data.whole().detach()
+            data.note_view()
+            return original(cls, whole, requires_grad)
+        return original(cls, data, requires_grad)
+
+    return new

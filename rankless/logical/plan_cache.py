@@ -120,6 +120,8 @@ class CallFamily:
     def __init__(self) -> None:
         self.known: list[Numbers] = []
         """The numbers of signatures that have plans of their own."""
+        self.exact: dict[Any, CallPlan | None] = {}
+        """Plans for exact numbers and orders in memory, the last of them."""
         self.is_divided = False
         """Whether one of these plans divides the call."""
         self.symbolic: list[SymbolicPlan] = []
@@ -176,6 +178,8 @@ class PlanCache:
     def _make(self, call: LogicalCall) -> CallPlan | None:
         family = self._find_family(call)
         numbers, orders = list_numbers(call), tuple(kind.order for kind in call.arguments.kinds)
+        if (numbers, orders) in family.exact:  # strides, on which no plan depends, may have brought it here
+            return family.exact[numbers, orders]
         if (plan := family.find(numbers, orders)) is not None:
             return plan
         if family.needs_symbols(numbers) and all(map(has_rows_everywhere, call.placements)):
@@ -188,11 +192,19 @@ class PlanCache:
                 return symbolic.specialize(numbers, orders)
         family.note(numbers)
         self._count_trace(family, call)
+        plan = family.exact[numbers, orders] = self._make_exact(call)
+        if plan is not None:
+            family.is_divided = True
+        if len(family.exact) > MAX_KNOWN:
+            del family.exact[next(iter(family.exact))]
+        return plan
+
+    def _make_exact(self, call: LogicalCall) -> CallPlan | None:
+        """Return the plan of a call for its own numbers."""
         try:
             parts = split_program(lower_call(call, self._mesh))
         except CannotDivide:
             return None
-        family.is_divided = True
         plan = make_plan(parts)
         return replace(plan, kind="direct") if is_same_on_parts(parts, self._mesh) else plan
 

@@ -13,7 +13,7 @@ from operator import getitem
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from rankless.compiler.codegen.codegen import generate_function
 from rankless.compiler.ir.logical_program import is_random_node
@@ -139,7 +139,10 @@ def find_dropout_mask(node: fx.Node, draws: Mapping[fx.Node, Any] | Sequence[fx.
 
 
 def write_graph(inputs: Sequence[fx.Node], operators: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.Graph:
-    """Return a graph of some operators of another one. Dropout whose mask is given multiplies by it."""
+    """Return a graph of some operators of another one: dropout whose mask is given, and `copy`, as others do the same.
+
+    PyTorch has no gradients for `copy`, and would draw a mask of dropout anew.
+    """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in inputs:
         copies[node] = graph.placeholder(node.name)
@@ -151,9 +154,15 @@ def write_graph(inputs: Sequence[fx.Node], operators: Sequence[fx.Node], results
             masked = graph.call_function(aten.mul.Tensor, (copies[value], copies[mask]))
             copies[node] = graph.call_function(aten.mul.Tensor, (masked, 1 / (1 - share) if share != 1 else 0.0))
             continue
-        copy = graph.create_node("call_function", node.target, name=node.name)
+        target = fill_like if node.target is aten.copy.default else node.target
+        copy = graph.create_node("call_function", target, name=node.name)
         copy.args, copy.kwargs = fx.node.map_arg((node.args, node.kwargs), copies.__getitem__)
         copy.meta = dict(node.meta)
         copies[node] = copy
     graph.output(tuple(copies[node] for node in results))
     return graph
+
+
+def fill_like(like: Tensor, value: Tensor, _non_blocking: bool = False) -> Tensor:
+    """Return what `copy_` makes of its first argument."""
+    return value.expand_as(like).to(like.dtype)

@@ -3,10 +3,6 @@
 It stands above autograd. `__torch_function__` runs each PyTorch function on the parts, which are plain tensors with
 gradients of their own; see Note [plans of calls]. A value that is whole on each rank is a plain tensor, so a logical
 tensor holds rows, or a term of a sum.
-
-Note [whole values]: what reads values (`item`, `print`, an index of a row) needs the whole. The first such call gathers
-it from all ranks, and the tensor keeps it. If the script changes the whole in place, for example through `x[0]`, then
-the rank's part gets the new values before it is used again.
 """
 
 import contextlib
@@ -17,7 +13,6 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.overrides import resolve_name
@@ -27,8 +22,9 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import RankAgreement
 from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
-from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
+from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.plan_cache import PlanCache
+from rankless.logical.whole_values import WholeValue, WholeValues, get_version
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths
 from rankless.user_code import caller_line
@@ -54,6 +50,9 @@ class LogicalView:
         self.notify = notify
         self.agreement = RankAgreement(mesh)
         self.plans = PlanCache(mesh, notify)
+        self.wholes = WholeValues()
+        self.batch_rows = 0
+        """The number of rows of the present batch; 0 if there is none."""
         self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
         self._notified_lines: set[str] = set()
 
@@ -120,10 +119,8 @@ class DividedTensor(Tensor):
 
     local: Tensor
     divided_as: DividedLayout
-    _whole: tuple[Tensor, int, int] | None
-    """The whole value, its version, and that of the part."""
-    _is_viewed: bool
-    """Whether the script has a view of the whole value."""
+    _whole: tuple[Tensor, WholeValue] | None
+    """The whole value, and what is known of it."""
 
     @staticmethod
     def __new__(
@@ -156,62 +153,46 @@ class DividedTensor(Tensor):
         needs_gradient = self.local.requires_grad and torch.is_grad_enabled()
         if self._whole is None or (needs_gradient and not self._whole[0].requires_grad):
             self.ranks.agreement.check(f"the whole value of a tensor {list(self.logical_shape)} of {self.dtype}")
-            found = self._gather()
-            self._whole = found, found._version, get_version(self.local)
+            known = WholeValue(self.local, self.ranks.axis, self.logical_shape, self.placement)
+            self._whole = known.gather(), known
+            self.ranks.wholes.add(known, self.local)
         return self._whole[0]
 
-    def _gather(self) -> Tensor:
-        if torch.is_inference_mode_enabled():  # the whole needs a version
-            with torch.inference_mode(mode=False), torch.no_grad():
-                return self._gather()
-        if IN_TRANSFORM() is not None:
-            with temporarily_clear_interpreter_stack():
-                return self._gather()
-        axis, shape = self.ranks.axis, self.logical_shape
-        if self.local.requires_grad and torch.is_grad_enabled():
-            return move_with_gradient(self.local, axis, shape, self.placement, Replicate())
-        return move(self.local.detach(), axis, shape, self.placement, Replicate()).data
-
     def refresh(self) -> None:
-        """Give the part the values of the whole, if the script has changed this in place; see Note [whole values]."""
+        """Give the part what the script has changed in place of the whole; see Note [whole values]."""
+        self.ranks.wholes.take_changes(self.local)
         if self._whole is None:
             return
-        whole, version, version_of_part = self._whole
-        if whole._version != version:
-            if tuple(whole.shape) != self.logical_shape:  # as by `resize_`
-                self.become(divide_whole(whole, self.ranks))
-                return
-            axis, shape = self.ranks.axis, self.logical_shape
-            moved = move_with_gradient(whole, axis, shape, Replicate(), self.placement)
-            self.change(moved)
-            self._whole = whole, whole._version, get_version(self.local)
-        elif get_version(self.local) != version_of_part:
+        value, known = self._whole
+        if tuple(value.shape) != self.logical_shape:  # as by `resize_`
+            self.become(divide_whole(value, self.ranks))
+        elif known.is_stale:
             self._whole = None
+
+    def take_part(self) -> Tensor:
+        """Return this rank's part, with what the script has changed in place of the whole."""
+        self.refresh()
+        return self.local
 
     def note_change(self) -> None:
-        """Give views of the whole value the part's new values. Collective if there are views."""
-        if self._whole is not None and self._is_viewed:
-            whole = self._whole[0]
-            whole.copy_(self._gather())
-            self._whole = whole, whole._version, get_version(self.local)
-        else:
-            self._whole = None
+        """Note that the part has changed in place. Collective if whole values that share its memory have views."""
+        self.ranks.wholes.note_change(self.local)
 
     def note_view(self) -> None:
-        """Note that the script has a view of the whole value."""
-        self._is_viewed = True
+        """Note that the script has a view of the whole value, in PyTorch or NumPy."""
+        if self._whole is not None:
+            value, known = self._whole
+            self.ranks.wholes.note_views(known, value)
 
     def become(self, other: "DividedTensor") -> None:
         """Take the shape and the part of another value, as after `transpose_`."""
-        SET_DATA(self, other)
-        self.local, self.divided_as, self._whole, self._is_viewed = other.local, other.divided_as, None, False
+        with torch._C.DisableTorchFunctionSubclass():
+            SET_DATA(self, other)
+        self.local, self.divided_as, self._whole = other.local, other.divided_as, None
 
     def change(self, value: Tensor) -> None:
         """Change the value in place, to one whose part on this rank is given."""
-        if isinstance(self.placement, Shard):
-            self.local.copy_(value)
-        else:
-            self.local, self._whole = value, None
+        self.local.copy_(value)
 
     @classmethod
     def __torch_function__(
@@ -252,14 +233,25 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 def make_divided(local: Tensor, layout: DividedLayout) -> DividedTensor:
     """Return a logical tensor of which this rank has a part."""
     wrapper = Tensor._make_wrapper_subclass(DividedTensor, layout.shape, dtype=layout.dtype, device=layout.device)
-    wrapper.local, wrapper.divided_as, wrapper._whole, wrapper._is_viewed = local, layout, None, False
+    wrapper.local, wrapper.divided_as, wrapper._whole = local, layout, None
+    if local.requires_grad and local.is_leaf:
+        mark_part(local)
     return wrapper
+
+
+def mark_part(local: Tensor) -> None:
+    """Mark a leaf as a part of a logical tensor: its gradient is no partial sum, as that of a plain tensor is."""
+    local.is_part = True  # type: ignore[attr-defined]
 
 
 def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Return what a function of logical tensors returns: logical tensors, or plain ones for whole values."""
     if IN_TRANSFORM() is not None:
         return call_in_transform(function, args, kwargs)
+    if kwargs.get("requires_grad"):  # a new leaf, as of `randn_like`, which no program could return
+        made = call(function, args, kwargs | {"requires_grad": False})
+        (made.local if type(made) is DividedTensor else made).requires_grad_()
+        return make_divided(made.local, made.divided_as) if type(made) is DividedTensor else made
     tensors: list[Tensor] = []
     signature: list[Any] = [function, *get_modes()]
     given = describe(args, signature, tensors)
@@ -328,7 +320,7 @@ def describe(leaves: Iterable[Any], signature: list[Any], tensors: list[Tensor])
     for leaf in leaves:
         kind = type(leaf)
         if kind is DividedTensor:
-            if leaf._whole is not None:
+            if leaf._whole is not None or leaf.divided_as.ranks.wholes.has_views:
                 leaf.refresh()
             local = leaf.local
             signature += (leaf.divided_as, local.requires_grad, local.stride())
@@ -471,14 +463,14 @@ def call_with_whole(
         result = call(function, args, kwargs)
     else:
         result = function(*args, **kwargs)
-    for number in numbers:
-        tensor = tensors[number]
-        if isinstance(tensor, DividedTensor) and tuple(wholes[number].shape) != tensor.logical_shape:
-            tensor.refresh()  # the function has changed the shape in place
     for leaf in pytree.tree_leaves(result):
         for whole, tensor in zip(wholes, tensors, strict=True):
             if whole is not tensor and isinstance(leaf, Tensor) and shares_memory(leaf, whole):
                 tensor.note_view()  # type: ignore[attr-defined]
+    for number in numbers:
+        tensor = tensors[number]
+        if isinstance(tensor, DividedTensor):
+            tensor.refresh()  # the function may have changed the whole in place
     same = {id(whole): tensor for whole, tensor in zip(wholes, tensors, strict=True) if whole is not tensor}
     return pytree.tree_map_only(Tensor, lambda leaf: same.get(id(leaf), leaf), result) if same else result
 
@@ -570,11 +562,6 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
     if one is other or isinstance(one, DividedTensor) or torch._C._functorch.is_functorch_wrapped_tensor(one):
         return False
     return one.layout == torch.strided and bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
-
-
-def get_version(part: Tensor) -> int:
-    """Return how often a part was changed in place; always -1 for a tensor of inference mode, which does not count."""
-    return -1 if part.is_inference() else part._version
 
 
 def shard_rows(rows: Tensor, lengths: tuple[int, ...], view: LogicalView) -> DividedTensor:

@@ -97,9 +97,11 @@ class LogicalPass:
         try:
             batch, rows = self._take_whole() if self._reading is None else self._take_shared(self._reading)
         except StopIteration:
+            self._view.batch_rows = 0
             self._world.events.end_pass(self._pass)
             raise
         self._number += 1
+        self._view.batch_rows = rows
         self._world.events.begin_batch(self._pass, rows=rows)
         self._view.agreement.check(f"batch {self._number} of {self._where}")
         return batch
@@ -157,8 +159,6 @@ def divide_batch(batch: Any, view: LogicalView, *, rows: int) -> Any:
         view: The ranks.
         rows: The number of rows. Tensors without a dim of this size stay whole.
     """
-    if rows < view.axis.size:
-        return batch
     return map_leaves(lambda _, leaf: divide_tensor(leaf, view, rows=rows), batch, is_leaf=is_packed)
 
 
@@ -166,7 +166,8 @@ def shard_whole(batch: Any, view: LogicalView) -> Any:
     """Return a batch that the script itself has made, divided along dim 0 of most of its tensors. Collective."""
     view.agreement.note(compute_digest(batch), "the batch, with the digest")
     view.agreement.check("rankless.shard_batch")
-    return divide_batch(batch, view, rows=find_rows(batch))
+    view.batch_rows = find_rows(batch)
+    return divide_batch(batch, view, rows=view.batch_rows)
 
 
 def shard_loaded(batch: Any, view: LogicalView) -> Any:
@@ -200,7 +201,7 @@ def list_tensors(batch: Any) -> list[Tensor]:
 
 def divide_tensor(leaf: Any, view: LogicalView, *, rows: int) -> Any:
     """Return a plain tensor as a logical one along its first dim with so many rows; anything else as it is."""
-    if type(leaf) is not Tensor or leaf.layout is not torch.strided or rows not in leaf.shape:
+    if type(leaf) is not Tensor or leaf.layout is not torch.strided or rows not in leaf.shape or rows < view.axis.size:
         return leaf
     dim = leaf.shape.index(rows)
     lengths = BatchDivision.of(view.mesh).split(rows)

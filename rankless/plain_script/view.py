@@ -11,6 +11,7 @@ from rankless.config.environment import read_worker_config
 from rankless.context.world import World
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.tensor import LogicalView
+from rankless.plain_script.draws import divide_draws
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches
 from rankless.plain_script.optimizer_settings import OptimizerSettings
@@ -37,6 +38,7 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
     stack.enter_context(LogicalBackward(view).install())
     ScriptSteps(world.events).watch()
     stack.enter_context(divide_batches(view, world, effects))
+    stack.enter_context(divide_draws(view))
     stack.enter_context(hide_ranks())
     notify_if_undivided(view)
     atexit.register(stack.pop_all().close)

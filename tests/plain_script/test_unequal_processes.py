@@ -16,7 +16,7 @@ EQUAL = (
     *("urandom_noise", "urandom_seed", "secrets_rate", "uuid_seed", "entropy_in_data"),
     *("random_reseeded", "random_unseeded", "numpy_reseeded", "numpy_unseeded", "torch_seed", "torch_generator_seed"),
     *("pid_rate", "pid_seed", "hostname_seed", "environment_rate", "environment_seed", "environment_share"),
-    *("file_order", "set_order", "uneven_reads"),
+    *("file_order", "set_order"),
 )
 """These read a source that is equal on all ranks, or differ in what changes no number."""
 SEED = "the seed of torch.manual_seed"
@@ -30,6 +30,7 @@ NAMED = {
     "weight_noise": "parameter 0 of SGD",
     "thread_draws": "random numbers of torch",
     "memory_batch": "the batch, with indices",
+    "uneven_reads": r"rank 0: .*; rank 1: double\(float64\[\]\)",
     "uneven_steps": "reached a pass over a DataLoader|the batch|backward pass|the end of the script",
     "uneven_epochs": "reached the end of the script",
     "uneven_files": r"reached open odd\.txt to write \(uneven_files\.py:\d+\)",
