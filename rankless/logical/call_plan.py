@@ -243,8 +243,8 @@ class LoweredCall:
     placements: tuple[Placement, ...]
 
 
-def lower_call(call: LogicalCall, mesh: Mesh, sizes: SymbolicSizes | None = None) -> LoweredCall:
-    """Return the program of a call for the rank of a mesh.
+def lower_call(call: LogicalCall, mesh: Mesh, sizes: SymbolicSizes | None = None) -> "ProgramParts":
+    """Return the program of a call for the rank of a mesh, divided where the backward pass begins.
 
     Args:
         call: The call.
@@ -256,18 +256,30 @@ def lower_call(call: LogicalCall, mesh: Mesh, sizes: SymbolicSizes | None = None
     """
     try:
         try:
-            return lower_changing_call(call, (), mesh, sizes)
+            changed: tuple[int, ...] = ()
+            lowered = lower_changing_call(call, changed, mesh, sizes)
         except ChangesArguments as found:
-            return lower_changing_call(call, found.numbers, mesh, sizes)
+            changed = found.numbers
+            lowered = lower_changing_call(call, changed, mesh, sizes)
+        parts = split_program(lowered)
+        if lowered.traced.lacks_gradients and not parts.is_differentiable:
+            parts = split_program(lower_changing_call(call, changed, mesh, sizes, copies_results=True))
+        return parts
     except Exception as error:  # foreign code ran: PyTorch raises its own errors, of many types, in a trace
         raise CannotDivide from error
 
 
 def lower_changing_call(
-    call: LogicalCall, changed: tuple[int, ...], mesh: Mesh, sizes: SymbolicSizes | None
+    call: LogicalCall,
+    changed: tuple[int, ...],
+    mesh: Mesh,
+    sizes: SymbolicSizes | None,
+    *,
+    copies_results: bool = False,
 ) -> LoweredCall:
-    """Do the same; `changed` are arguments whose new values are results."""
-    traced, placements = trace_call(call.function, call.arguments, changed, sizes), call.placements
+    """Return the program of a call; `changed` are arguments whose new values are results, which may be copies."""
+    traced = trace_call(call.function, call.arguments, changed, sizes, copies_results=copies_results)
+    placements = call.placements
     given = find_taken_placements(traced, placements, mesh)
     # How results lie does not depend on their gradients.
     first = propagate(traced, given, {}, mesh)

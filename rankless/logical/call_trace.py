@@ -151,6 +151,8 @@ class TracedCall:
     """For each output what it is, and the number of the result or argument."""
     differentiated: tuple[int, ...]
     """The results whose gradients are inputs, in the order of these inputs."""
+    lacks_gradients: bool
+    """Whether a result needs a gradient, and is none of these because it is a view of an argument."""
     result_leaves: tuple[ChangedArgument | PlainLeaf | None, ...]
     """The leaves of what the function returns, None for each tensor that is no argument."""
     result_structure: pytree.TreeSpec
@@ -168,13 +170,21 @@ class CalledFunction(nn.Module):
         function: The function.
         arguments: Its arguments.
         changed: The tensor arguments that it changes in place. It gets copies, which become further results.
+        copies_results: Whether results are copies: PyTorch traces no gradients of views of the arguments.
+
+    Attributes:
+        with_gradients: The results that need gradients.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: CallArguments, changed: Sequence[int]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: CallArguments, changed: Sequence[int], *, copies_results: bool
+    ) -> None:
         super().__init__()
         self.function = function
         self.arguments = arguments
         self.changed = changed
+        self.copies_results = copies_results
+        self.with_gradients: set[int] = set()
         self.leaves: list[Any] = []
         self.structure: Any = None
 
@@ -192,6 +202,9 @@ class CalledFunction(nn.Module):
         found = {id(given[place]): ChangedArgument(place) for place in self.changed}
         self.leaves = [found.get(id(leaf), leaf) for leaf in leaves]
         results = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.with_gradients = {number for number, leaf in enumerate(results) if leaf.requires_grad}
+        if self.copies_results:
+            results = [leaf.clone() for leaf in results]
         return (*results, *(given[place] for place in self.changed))
 
 
@@ -224,6 +237,8 @@ def trace_call(
     arguments: CallArguments,
     changed: Sequence[int] = (),
     sizes: SymbolicSizes | None = None,
+    *,
+    copies_results: bool = False,
 ) -> TracedCall:
     """Return the program of a call.
 
@@ -232,12 +247,13 @@ def trace_call(
         arguments: Its arguments.
         changed: The tensor arguments whose new values the program returns as results, instead of changing them.
         sizes: Created the symbols in the arguments, if there are any.
+        copies_results: Whether results are copies; see `TracedCall.lacks_gradients`.
 
     Raises:
         ChangesArguments: The function changes others too.
         Exception: PyTorch cannot trace the function; for example, a shape may depend on values.
     """
-    module = CalledFunction(function, arguments, changed)
+    module = CalledFunction(function, arguments, changed, copies_results=copies_results)
     fake = FakeTensorMode(shape_env=None if sizes is None else sizes.shape_env)
     with contextlib.ExitStack() as stack:
         TRACE_STATE.is_tracing = True
@@ -301,6 +317,7 @@ def make_program(traced: fx.GraphModule, module: CalledFunction, count: int) -> 
         arguments=count,
         roles=roles,
         differentiated=tuple(differentiated),
+        lacks_gradients=not module.with_gradients <= set(differentiated),
         result_leaves=tuple(map(mark_leaf, module.leaves)),
         result_structure=module.structure,
     )

@@ -38,7 +38,6 @@ from rankless.logical.call_plan import (
     is_same_on_parts,
     lower_call,
     make_plan,
-    split_program,
 )
 from rankless.logical.call_trace import TensorKind
 from rankless.logical.second_gradients import GradientCall
@@ -202,7 +201,7 @@ class PlanCache:
     def _make_exact(self, call: LogicalCall) -> CallPlan | None:
         """Return the plan of a call for its own numbers."""
         try:
-            parts = split_program(lower_call(call, self._mesh))
+            parts = lower_call(call, self._mesh)
         except CannotDivide:
             return None
         plan = make_plan(parts)
@@ -247,7 +246,7 @@ class PlanCache:
         made = make_symbols(call, groups, sizes)
         if made is None:
             return None
-        parts = split_program(lower_call(made, self._mesh, sizes))
+        parts = lower_call(made, self._mesh, sizes)
         plan = make_plan(parts, list(sizes.symbols))
         if not sizes.has_free_symbols() or not has_plain_leaves(plan):
             return None

@@ -167,6 +167,11 @@ def assign_slices(batch: Tensor) -> Any:
     return values, grown, F.pad(values, (0, 0, 1, 1))
 
 
+def merge_columns(batch: Tensor) -> Any:
+    columns = batch.t().contiguous()
+    return columns.view(-1) * torch.arange(35.0), columns.view(7, 5) * 2, columns.flatten()[3:20]
+
+
 ALIASES: dict[str, Case] = {
     "set through a view": set_through_a_view,
     "changed data": change_data,
@@ -181,4 +186,5 @@ ALIASES: dict[str, Case] = {
     "parameters of the batch": make_parameters,
     "memory of a parameter": share_memory_with_a_parameter,
     "assigned slices": assign_slices,
+    "merged columns": merge_columns,
 }

@@ -79,7 +79,7 @@ IN_CI = {
     ("indexing", "leaf", 2),
     ("losses", "twice", 2),
     ("some loops", "data", 2),
-    ("aliases", "data", 2),
+    ("aliases", "weight", 2),
 }
 """A call takes two traces the first time, so the soak runs most groups."""
 CASES = [
