@@ -104,6 +104,11 @@ class RankAgreement:
         )
         self.note(digest_values(tensor), named)
 
+    def forget_tensors(self, *tensors: Tensor) -> None:
+        """Keep no weak references to tensors, with which PyTorch does not swap them."""
+        for tensor in tensors:
+            self._known.pop(id(tensor), None)
+
     def check(self, where: str, *, generators: bool = False) -> None:
         """Compare with the other ranks.
 

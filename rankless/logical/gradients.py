@@ -32,7 +32,7 @@ from rankless.logical.handlers import (
     take_whole_values,
     wrap_gradient,
 )
-from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
+from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 from rankless.user_code import caller_line
@@ -55,6 +55,7 @@ TRANSFORMS = [
 HIGHER_ORDER = "_higher_order_ops"
 COMPILE = torch.compile
 RETAIN_GRAD: Callable[[Tensor], None] = Tensor.retain_grad
+SWAP_TENSORS: Callable[[Tensor, Tensor], None] = torch.utils.swap_tensors
 MAKE_HOOK: Callable[..., None] = vars(BackwardHook)["__init__"]
 
 
@@ -88,6 +89,7 @@ class LogicalBackward:
             (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
             *((module, name, self._run_whole(run)) for module, name, run in TRANSFORMS),
             *((Tensor, name, take_whole_values(name)) for name in ("data", "grad")),
+            (torch.utils, "swap_tensors", self._swap),
             (BackwardHook, "__init__", self._make_module_hooks()),
             (Parameter, "__new__", staticmethod(make_parameter(Parameter.__new__))),
         ]
@@ -180,7 +182,7 @@ class LogicalBackward:
         if isinstance(root, DividedTensor):
             return find_part(gradient, root, find_gradient_placement(root.placement))
         whole = gradient.whole() if isinstance(gradient, DividedTensor) else gradient
-        return move(whole, self._view.axis, tuple(root.shape), Replicate(), Partial())
+        return move_with_gradient(whole, self._view.axis, tuple(root.shape), Replicate(), Partial())
 
     def grad(
         self, outputs: Any, inputs: Any, grad_outputs: Any = None, *args: Any, **kwargs: Any
@@ -285,6 +287,11 @@ class LogicalBackward:
                 self._retained.append(ref(tensor))
 
         return retain_grad
+
+    def _swap(self, one: Tensor, other: Tensor) -> None:
+        """Run `torch.utils.swap_tensors`."""
+        self._view.agreement.forget_tensors(one, other)
+        SWAP_TENSORS(one, other)
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         """Run `torch.compile`. The functions run as plain Python, because their batches are divided."""

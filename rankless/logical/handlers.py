@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from rankless.logical.moves import find_gradient_placement, move, move_with_gradient
+from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.tensor import (
     HANDLERS,
     IN_TRANSFORM,
@@ -70,6 +70,8 @@ def run_on_whole(function: Any) -> Callable[..., Any]:
         wholes = [*map(take_whole, args)]
         if function in SHARING:
             args[0].note_view()
+        elif function is Tensor.__reduce_ex__:  # writes the attributes too
+            wholes[0] = wholes[0].detach().requires_grad_(wholes[0].requires_grad)
         return function(*wholes, **{name: take_whole(value) for name, value in kwargs.items()})
 
     return run
@@ -129,7 +131,7 @@ def find_part(value: Tensor, like: DividedTensor, placement: Placement) -> Tenso
     """Return this rank's part of a value in a placement; `like` has its shape."""
     before = value.placement if isinstance(value, DividedTensor) else Replicate()
     local = value.take_part() if isinstance(value, DividedTensor) else value
-    return move(local, like.ranks.axis, like.logical_shape, before, placement)
+    return move_with_gradient(local, like.ranks.axis, like.logical_shape, before, placement)
 
 
 @handles(Tensor.__repr__)

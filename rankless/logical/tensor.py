@@ -22,9 +22,9 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import RankAgreement
 from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
+from rankless.logical.gathered_values import GatheredValue, GatheredValues, get_version
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.plan_cache import PlanCache
-from rankless.logical.whole_values import WholeValue, WholeValues, get_version
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths
 from rankless.user_code import caller_line
@@ -50,7 +50,7 @@ class LogicalView:
         self.notify = notify
         self.agreement = RankAgreement(mesh)
         self.plans = PlanCache(mesh, notify)
-        self.wholes = WholeValues()
+        self.wholes = GatheredValues()
         self.batch_rows = 0
         """The number of rows of the present batch; 0 if there is none."""
         self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
@@ -119,7 +119,7 @@ class DividedTensor(Tensor):
 
     local: Tensor
     divided_as: DividedLayout
-    _whole: tuple[Tensor, WholeValue] | None
+    _whole: tuple[Tensor, GatheredValue] | None
     """The whole value, and what is known of it."""
 
     @staticmethod
@@ -153,7 +153,7 @@ class DividedTensor(Tensor):
         needs_gradient = self.local.requires_grad and torch.is_grad_enabled()
         if self._whole is None or (needs_gradient and not self._whole[0].requires_grad):
             self.ranks.agreement.check(f"the whole value of a tensor {list(self.logical_shape)} of {self.dtype}")
-            known = WholeValue(self.local, self.ranks.axis, self.logical_shape, self.placement)
+            known = GatheredValue(self.local, self.ranks.axis, self.logical_shape, self.placement)
             self._whole = known.gather(), known
             self.ranks.wholes.add(known, self.local)
         return self._whole[0]
