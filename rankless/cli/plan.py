@@ -20,6 +20,7 @@ from rankless.cli.json_output import (
 from rankless.cli.program_options import (
     PLAN_HELP,
     add_program_options,
+    add_view_options,
     count_default_workers,
     read_plan_file,
     read_program,
@@ -44,8 +45,9 @@ from rankless.version import VERSION
 NAME = "plan"
 TAKES_EXTENSION_OPTIONS = True
 HELP = (
-    "Show the parallel plan of a script's jobs on several workers: the placement of every input, and every transfer of "
-    "a step with its bytes, line, module and reason. The script runs until its first training steps are done."
+    "Show the parallel plan of a script's jobs on several workers, or what they divide of an ordinary loop: the "
+    "placement of every input, and every transfer of a step with its bytes, line, module and reason. The script runs "
+    "until its first training steps are done."
 )
 JSON_CONTENT = PlanReport
 
@@ -71,7 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="K",
-        help="Training steps to run; the plan shows the jobs called by then. Default: 1.",
+        help="Training steps to run; the plan shows the jobs called by then, or the last of these steps of an ordinary "
+        "loop. Each optimizer.step() counts. Default: 1.",
     )
     parser.add_argument("--save", metavar="FILE", help="Write the plan to this file, for rankless run --plan.")
     parser.add_argument("--picture", metavar="FILE.svg|FILE.html", help=PICTURE_HELP)
@@ -80,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
     add_own_options(parser)
+    add_view_options(parser)
     add_program_options(parser)
 
 
@@ -90,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
     request = _read_request(arguments)
     with tempfile.TemporaryDirectory(prefix="rankless-plan-") as folder, destination.reserve_standard_output():
         config = _make_config(arguments, program, request, folder)
+        _require_jobs(arguments, config)
         try:
             _run_script(config, show=arguments.show)
         except RunFailed as end:
@@ -102,12 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
             servers=count_row_holders(request),
             steps=arguments.steps,
         )
-    if not (report.jobs or report.not_reached or report.without_program):
+    if not (report.jobs or report.not_reached or report.without_program or report.recorded_steps):
         raise ConfigError(
-            expected="a script that defines at least one job",
-            found=f"{program.target}, which defines none",
-            fix="put @rankless.job(model=…, optimizer=…) on its training function; an ordinary loop, which "
-            "`rankless run` trains without a job, has no plan",
+            expected="a script that defines at least one job, or trains as an ordinary loop in the logical view",
+            found=f"{program.target}, which does neither",
+            fix="put @rankless.job(model=…, optimizer=…) on its training function, or start a loop that knows ranks "
+            "with --logical",
         )
     if arguments.save is not None:
         write_plan(arguments.save, _make_parallel_plan(records, program, workers=config.worker_count, mesh=config.mesh))
@@ -159,9 +164,21 @@ def _make_config(arguments: argparse.Namespace, program: Program, request: RunRe
             log_folder=arguments.log_dir,
             progress=False,
             plan=plan,
+            view=arguments.view,
             observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
         ),
     )
+
+
+def _require_jobs(arguments: argparse.Namespace, config: RunConfig) -> None:
+    """Raise `ConfigError` for a script without jobs if an option needs jobs."""
+    given = [name for name in ("save", "picture") if getattr(arguments, name) is not None]
+    if config.view.is_logical and given:
+        raise ConfigError(
+            expected=f"a script with jobs for --{given[0]}: a parallel plan is one of jobs",
+            found=f"{config.program.target}, an ordinary loop in the logical view",
+            fix=f"omit --{given[0]}, or make its training step a job; --json writes what this loop moves",
+        )
 
 
 def _run_script(config: RunConfig, *, show: bool) -> None:

@@ -43,6 +43,10 @@ class CompiledProgramRecorder(Protocol):
         """Run a program of a job, and measure the memory that it takes in its first call."""
         ...
 
+    def write(self, fact: Any) -> None:
+        """Record a step of a script in the logical view."""
+        ...
+
     def finish(self, known: Iterable[Any]) -> None:
         """Record which jobs exist, and close."""
         ...

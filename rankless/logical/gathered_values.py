@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from rankless.logical.moves import move, move_with_gradient
+from rankless.logical.observation import READ, REASONS, MoveReason
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Placement, Replicate
 
@@ -45,21 +46,29 @@ class GatheredValue:
         self._part, self._axis, self._shape, self._placement = part, axis, shape, placement
         self.has_views = False
 
-    def gather(self) -> Tensor:
-        """Gather the value, and return it: this object does not keep it alive. Collective."""
-        value = self._gather()
+    def gather(self, reason: MoveReason) -> Tensor:
+        """Gather the value, and return it: this object does not keep it alive. Collective.
+
+        Args:
+            reason: Why it is needed, for observers.
+        """
+        value = self._gather(reason)
         self._value = ref(value)
         self._note_versions(value)
         return value
 
-    def _gather(self) -> Tensor:
+    def _gather(self, reason: MoveReason) -> Tensor:
         if torch.is_inference_mode_enabled():  # the whole needs a version
             with torch.inference_mode(mode=False), torch.no_grad():
-                return self._gather()
-        with temporarily_clear_interpreter_stack():  # of transforms, which do not know collectives
-            if self._part.requires_grad and torch.is_grad_enabled():
-                return move_with_gradient(self._part, self._axis, self._shape, self._placement, Replicate())
-            return move(self._part.detach(), self._axis, self._shape, self._placement, Replicate()).data
+                return self._gather(reason)
+        REASONS.append(reason)
+        try:
+            with temporarily_clear_interpreter_stack():  # of transforms, which do not know collectives
+                if self._part.requires_grad and torch.is_grad_enabled():
+                    return move_with_gradient(self._part, self._axis, self._shape, self._placement, Replicate())
+                return move(self._part.detach(), self._axis, self._shape, self._placement, Replicate()).data
+        finally:
+            REASONS.pop()
 
     def _note_versions(self, value: Tensor) -> None:
         self._version, self._version_of_part = value._version, get_version(self._part)
@@ -108,7 +117,7 @@ class GatheredValue:
         if value is None or not self.has_views:
             self._version_of_part = STALE
             return
-        value.copy_(self._gather())
+        value.copy_(self._gather(READ))
         self._note_versions(value)
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from rankless.collectives.mesh_collectives import await_end, start_all_reduce
 from rankless.compiler.scheduling.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.logical.moves import move, move_with_gradient
+from rankless.logical.observation import OBSERVERS, send_move
 from rankless.ownership.shard_layout import group_in_order
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Partial, Replicate
@@ -63,6 +65,9 @@ class LeafBucket:
             leaf.grad = None
         if gradients:
             flat, self._sums = copy_together(gradients)
+            if OBSERVERS:
+                target = Redistribution(self._axis, Partial(), Replicate())
+                send_move(flat, target, flat.shape, list(self._leaves.values()))
             self._work = start_all_reduce(flat, among=self._axis)
 
     def finish(self) -> list[tuple[Tensor, Tensor]]:

@@ -33,6 +33,7 @@ from rankless.logical.handlers import (
     wrap_gradient,
 )
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
+from rankless.logical.observation import MoveReason
 from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 from rankless.user_code import caller_line
@@ -233,8 +234,11 @@ class LogicalBackward:
         def run_whole(function: Any, *args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             if any(isinstance(leaf, DividedTensor) for leaf in leaves):
-                self._view.notify_whole(function)
-                args, kwargs = pytree.tree_unflatten(map(take_whole, leaves), spec)
+                is_class = isinstance(function, type)
+                where = "a torch.autograd.Function" if is_class else "a transform of torch.func, or a compiled function"
+                self._view.notify_whole(function, f"its code is the script's, in {where}")
+                reason = MoveReason("input", "input of", function)
+                args, kwargs = pytree.tree_unflatten([take_whole(leaf, reason) for leaf in leaves], spec)
             return run(function, *args, **kwargs)
 
         return run_whole

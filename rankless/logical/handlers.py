@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
+from rankless.logical.observation import READ, MoveReason, send_call
 from rankless.logical.tensor import (
     HANDLERS,
     IN_TRANSFORM,
@@ -66,13 +67,15 @@ def register(functions: tuple[Any, ...], handler: Callable[[Any], Callable[..., 
 def run_on_whole(function: Any) -> Callable[..., Any]:
     """Return what calls a function with whole values."""
 
+    reason = MoveReason("output", "read by", function)
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        wholes = [*map(take_whole, args)]
+        wholes = [take_whole(value, reason) for value in args]
         if function in SHARING:
             args[0].note_view()
         elif function is Tensor.__reduce_ex__:  # writes the attributes too
             wholes[0] = wholes[0].detach().requires_grad_(wholes[0].requires_grad)
-        return function(*wholes, **{name: take_whole(value) for name, value in kwargs.items()})
+        return function(*wholes, **{name: take_whole(value, reason) for name, value in kwargs.items()})
 
     return run
 
@@ -80,17 +83,19 @@ def run_on_whole(function: Any) -> Callable[..., Any]:
 def run_on_values(function: Any) -> Callable[..., Any]:
     """Return what calls a function with a whole value that needs no gradient: it may be known already."""
 
+    reason = MoveReason("output", "read by", function)
+
     def run(tensor: DividedTensor, *args: Any, **kwargs: Any) -> Any:
         with torch.no_grad():
-            whole = tensor.whole()
+            whole = tensor.whole(reason)
         return function(whole.detach(), *args, **kwargs)
 
     return run
 
 
-def take_whole(value: Any) -> Any:
+def take_whole(value: Any, reason: MoveReason = READ) -> Any:
     """Return a logical tensor whole, and anything else as it is."""
-    return value.whole() if isinstance(value, DividedTensor) else value
+    return value.whole(reason) if isinstance(value, DividedTensor) else value
 
 
 def run_on_part(function: Any) -> Callable[..., Any]:
@@ -247,13 +252,18 @@ def is_transformed() -> bool:
     return IN_TRANSFORM() is not None or forward_ad._current_level >= 0
 
 
+JOINED = MoveReason("input", "input of", torch.cat)
+CHOSEN = MoveReason("input", "input of a choice of rows")
+
+
 @handles(torch.cat, torch.concat, torch.concatenate)
 def join(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Join tensors; if they are divided along that dim, the result is divided again."""
     dim = args[0] if args else kwargs.get("dim", kwargs.get("axis", 0))
     divided = [tensor for tensor in tensors if is_divided(tensor, dim % max(1, tensor.dim()))]
     if divided and "out" not in kwargs and not is_transformed():
-        return divide_again(torch.cat([*map(take_whole, tensors)], dim), dim % divided[0].dim(), divided[0].ranks)
+        wholes = [take_whole(tensor, JOINED) for tensor in tensors]
+        return divide_again(torch.cat(wholes, dim), dim % divided[0].dim(), divided[0].ranks)
     found: Tensor = call(torch.cat, (tensors, *args), kwargs)
     return found
 
@@ -264,7 +274,7 @@ def index(tensor: Tensor, key: Any) -> Tensor:
     rows, *others = key if isinstance(key, tuple) and key else (key,)
     chooses = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype == torch.int64
     if chooses and is_divided(tensor, 0) and not is_transformed() and all(isinstance(item, slice) for item in others):
-        return divide_again(take_whole(tensor)[(take_whole(rows), *others)], 0, tensor.ranks)
+        return divide_again(take_whole(tensor, CHOSEN)[(take_whole(rows, CHOSEN), *others)], 0, tensor.ranks)
     found: Tensor = call(Tensor.__getitem__, (tensor, key), {})
     return found
 
@@ -284,6 +294,7 @@ def run_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         x, states, rest = args[0], args[1], args[2:]
         rows: Any = x.placement
         view = x.ranks
+        send_call(function, "divided")
         several = [states] if isinstance(states, Tensor) else list(states)
         parts = [divide_as(state, Shard(1, rows.lengths), view) for state in several]
         weights = [take_whole(weight) for weight in rest[0]]
@@ -301,8 +312,9 @@ def run_whole(function: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Call a function with whole values, and tell the user."""
     leaves, structure = pytree.tree_flatten(list(args))
     view = next(leaf.ranks for leaf in leaves if isinstance(leaf, DividedTensor))
-    view.notify_whole(function)
-    return function(*pytree.tree_unflatten([take_whole(leaf) for leaf in leaves], structure))
+    view.notify_whole(function, "its sequences are packed or not divided, or it has dropout between layers")
+    reason = MoveReason("input", "input of", function)
+    return function(*pytree.tree_unflatten([take_whole(leaf, reason) for leaf in leaves], structure))
 
 
 def divide_as(value: Tensor, placement: Shard, view: LogicalView) -> Tensor:

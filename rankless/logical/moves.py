@@ -9,6 +9,7 @@ from torch import Tensor
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.lowering.lower import move_locally
 from rankless.compiler.sharding.redistribute import Redistribution, needs_whole
+from rankless.logical.observation import OBSERVERS, send_move
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
@@ -52,6 +53,8 @@ def move(value: Tensor, axis: MeshAxis, shape: tuple[int, ...], before: Placemen
     moved: Any = move_locally(builder, value, axis, before, after, shape)  # type: ignore[arg-type]  # it runs
     if moved is None:
         target = Redistribution(axis, before, after)
+        if OBSERVERS:
+            send_move(value, target, shape)
         moved = target(value, *target.list_lengths(shape))
     found: Tensor = moved
     return found
@@ -67,6 +70,9 @@ def move_sparse(value: Tensor, axis: MeshAxis, after: Placement) -> Tensor:
     assert isinstance(after, Replicate), after  # gradients of parameters alone are sparse
     count = torch.tensor([value._nnz()], device=value.device)
     counts = all_gather(count, among=axis, dim=0, lengths=[1] * axis.size).tolist()
+    for part, dim in ((value._indices(), 1), (value._values(), 0)) if OBSERVERS else ():
+        whole = (*part.shape[:dim], sum(counts), *part.shape[dim + 1 :])
+        send_move(part, Redistribution(axis, Shard(dim, tuple(counts)), after), whole)
     places = all_gather(value._indices(), among=axis, dim=1, lengths=counts)
     entries = all_gather(value._values(), among=axis, dim=0, lengths=counts)
     return torch.sparse_coo_tensor(places, entries, value.shape, check_invariants=False)

@@ -14,13 +14,17 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import torch
 from torch._dynamo.source import ConstantSource
-from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import DimDynamic, GuardOnDataDependentSymNode
 
 from rankless.collectives.byte_messages import all_gather_bytes
+from rankless.compiler.ir.logical_program import format_operator
+from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.tracing.symbolic_sizes import (
     EXPRESSION_GLOBALS,
     MIN_SYMBOLIC_SIZE,
@@ -38,11 +42,13 @@ from rankless.logical.call_plan import (
     is_same_on_parts,
     lower_call,
     make_plan,
+    propagate,
 )
 from rankless.logical.call_trace import TensorKind
+from rankless.logical.observation import CallKind, find_origin, send_call, send_records
 from rankless.logical.second_gradients import GradientCall
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.tensor_placement import Placement, Shard
+from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.records.encoding import encode_msgpack
 from rankless.user_code import caller_line
 
@@ -161,14 +167,16 @@ class PlanCache:
         self._older: dict[Any, CallPlan | None] = {}
         """Those that were last used before the present ones: of `recent` and `older` the least recently used go."""
         self._families: dict[Any, CallFamily] = {}
+        self.is_empty = True
+        """Whether the script has made no call with divided values."""
 
     def find(self, signature: Any, call: LogicalCall) -> CallPlan | None:
         """Return the plan of a call that is not among the recent ones; None if it runs on whole values."""
+        self.is_empty = False
         if signature in self._older:
             plan = self._older[signature]
         elif (plan := self._make(call)) is not None:
-            text = describe_call(call)[:MAX_CALL_CHARACTERS]
-            plan = replace(plan, text=text, digest=zlib.crc32(text.encode()))
+            plan = add_text(plan, call)
         if len(self.recent) >= MAX_PLANS:
             self._older, self.recent = self.recent, {}
         self.recent[signature] = plan
@@ -204,8 +212,7 @@ class PlanCache:
             parts = lower_call(call, self._mesh)
         except CannotDivide:
             return None
-        plan = make_plan(parts)
-        return replace(plan, kind="direct") if is_same_on_parts(parts, self._mesh) else plan
+        return plan_exactly(parts, self._mesh)
 
     def _find_family(self, call: LogicalCall) -> CallFamily:
         forms = tuple(describe_form(leaf) for leaf in call.arguments.leaves)
@@ -279,6 +286,93 @@ class PlanCache:
                 "differ in each call and what it computes depends on them (correct, but each trace takes about 50 ms; "
                 "pad to a few sizes)"
             )
+
+
+class ObservedCall(NamedTuple):
+    """What an observed view knows of a call: its plan, how it runs and why, and the transfers of its two programs."""
+
+    plan: CallPlan | None
+    kind: CallKind
+    reason: str
+    forward: Sequence[CollectiveRecord] = ()
+    backward: Sequence[CollectiveRecord] = ()
+
+
+class ObservedPlans(PlanCache):
+    """Plans of the calls of a view whose observers hear of each call: none is `recent`, so that each is looked up.
+
+    No plan has symbols, so the sizes of transfers are those of the call.
+    """
+
+    def __init__(self, mesh: Mesh, notify: Callable[[str], None]) -> None:
+        super().__init__(mesh, notify)
+        self._known: dict[Any, ObservedCall] = {}
+
+    def find(self, signature: Any, call: LogicalCall) -> CallPlan | None:
+        """Return the plan of a call, and tell the observers of it; None if it runs on whole values."""
+        self.is_empty = False
+        if signature not in self._known:
+            self._known[signature] = self._observe(call)
+        plan, kind, reason, forward, backward = self._known[signature]
+        placements = [item for item in call.placements if not isinstance(item, Replicate)]
+        if plan is not None and 0 < len(plan.gathered) < len(placements):
+            return plan  # the call is made again with some values whole
+        has_gradient = torch.is_grad_enabled() and any(item.requires_grad for item in call.arguments.kinds)
+        send_call(call.function, kind, reason, has_gradient=has_gradient)
+        if plan is None or plan.gathered:
+            return plan
+        origin, run = find_origin(), plan.backward
+        send_records(forward, origin)
+        if run is None or not backward:
+            return plan
+
+        def run_backward(*values: Any) -> Sequence[Any]:
+            send_records(backward, origin)
+            return run(*values)
+
+        return replace(plan, backward=run_backward)
+
+    def _observe(self, call: LogicalCall) -> ObservedCall:
+        whole: CallKind = "whole" if any(isinstance(item, Shard) for item in call.placements) else "sum"
+        try:
+            parts = lower_call(call, self._mesh)
+        except CannotDivide as error:
+            return ObservedCall(None, whole, explain(error))
+        plan = add_text(plan_exactly(parts, self._mesh), call)
+        if plan.gathered:
+            sharded = propagate(parts.lowered.traced, call.placements, {}, self._mesh)
+            nodes = [node for node in sharded.nodes_without_rule if not node.meta["backward"]]
+            names = ", ".join(dict.fromkeys(format_operator(node.target) for node in nodes))
+            reason = f"no sharding rule for {names}" if names else "its rule does not fit how the rows are divided"
+            return ObservedCall(plan, whole, reason)
+        forward, backward = (
+            [node.meta["collective"] for node in nodes if "collective" in node.meta]
+            for nodes in (parts.forward, parts.backward)
+        )
+        reason = next((f"it gathers the {move.reason}" for move in forward if move.in_full), "")
+        return ObservedCall(plan, "whole" if reason else "divided", reason, forward, backward)
+
+
+def explain(error: CannotDivide) -> str:
+    """Return why a call cannot be divided."""
+    cause = error.__cause__
+    if isinstance(cause, CannotDivide):
+        return "it changes rows in place to a value that is whole"
+    if isinstance(cause, DynamicOutputShapeException | DataDependentOutputException | GuardOnDataDependentSymNode):
+        return "the shape of its result depends on values"
+    return f"PyTorch cannot trace it ({type(cause).__name__})"
+
+
+def plan_exactly(parts: ProgramParts, mesh: Mesh) -> CallPlan:
+    """Return a plan for the sizes of one call."""
+    plan = make_plan(parts)
+    return replace(plan, kind="direct") if is_same_on_parts(parts, mesh) else plan
+
+
+def add_text(plan: CallPlan, call: LogicalCall) -> CallPlan:
+    """Return a plan with the text that names its call."""
+    text = describe_call(call)[:MAX_CALL_CHARACTERS]
+    return replace(plan, text=text, digest=zlib.crc32(text.encode()))
 
 
 def describe_call(call: LogicalCall) -> str:

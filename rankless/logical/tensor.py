@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
-from torch.overrides import resolve_name
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
@@ -24,7 +23,8 @@ from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical.gathered_values import GatheredValue, GatheredValues, get_version
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
-from rankless.logical.plan_cache import PlanCache
+from rankless.logical.observation import OBSERVERS, READ, MoveReason, name_function, send_call
+from rankless.logical.plan_cache import ObservedPlans, PlanCache
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths
 from rankless.user_code import caller_line
@@ -49,7 +49,7 @@ class LogicalView:
         self.mesh = mesh
         self.notify = notify
         self.agreement = RankAgreement(mesh)
-        self.plans = PlanCache(mesh, notify)
+        self.plans = (ObservedPlans if OBSERVERS else PlanCache)(mesh, notify)
         self.wholes = GatheredValues()
         self.batch_rows = 0
         """The number of rows of the present batch; 0 if there is none."""
@@ -68,14 +68,21 @@ class LogicalView:
             self._layouts[shape, placement, lengths, kind, order] = known
         return known
 
-    def notify_whole(self, function: Callable[..., Any]) -> None:
-        """Tell the user, once for each line of the script, that a function runs on whole values."""
+    def notify_whole(self, function: Callable[..., Any], reason: str = "") -> None:
+        """Tell the user, once for each line of the script, that a function runs on whole values.
+
+        Args:
+            function: The function.
+            reason: Why, for observers; empty if they know it from `plans`.
+        """
+        if reason:
+            send_call(function, "whole", reason)
         line = caller_line()
         if line not in self._notified_lines:
             self._notified_lines.add(line)
-            name = resolve_name(function) or getattr(function, "__name__", str(function))
             self.notify(
-                f"{line}: {name} runs on the whole batch on every rank (correct, but not faster with more workers)"
+                f"{line}: {name_function(function)} runs on the whole batch on every rank (correct, but not faster "
+                "with more workers)"
             )
 
 
@@ -147,14 +154,18 @@ class DividedTensor(Tensor):
         """The ranks."""
         return self.divided_as.ranks
 
-    def whole(self) -> Tensor:
-        """Return the whole value as a plain tensor, whose gradient returns to the part. Collective."""
+    def whole(self, reason: MoveReason = READ) -> Tensor:
+        """Return the whole value as a plain tensor, whose gradient returns to the part. Collective.
+
+        Args:
+            reason: Why it is needed, for observers.
+        """
         self.refresh()
         needs_gradient = self.local.requires_grad and torch.is_grad_enabled()
         if self._whole is None or (needs_gradient and not self._whole[0].requires_grad):
             self.ranks.agreement.check(f"the whole value of a tensor {list(self.logical_shape)} of {self.dtype}")
             known = GatheredValue(self.local, self.ranks.axis, self.logical_shape, self.placement)
-            self._whole = known.gather(), known
+            self._whole = known.gather(reason), known
             self.ranks.wholes.add(known, self.local)
         return self._whole[0]
 
@@ -273,7 +284,7 @@ def call(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, An
             view.agreement.note_tensor(tensor, function)  # new data of the script, as noise
     if plan is None:
         result = call_with_whole(function, range(len(tensors)), tensors, (args, kwargs))
-        view.notify_whole(function)
+        view.notify_whole(function, "it is differentiated forwards" if is_forward_mode else "")
         return result
     view.agreement.count_call(plan.text, plan.digest)
     if plan.gathered:
@@ -373,6 +384,7 @@ def look_up(signature: Any, called: Any, tensors: Sequence[Tensor], view: Logica
         if known is not None or signature in view.plans.recent:
             return known
     except TypeError:  # an argument has no hash
+        send_call(called[0], "whole", "an argument is sparse, or no value that can be compared")
         return None
     function, *given = called
     flat, structure = pytree.tree_flatten(fill(given, map(make_kind, tensors)))
@@ -453,11 +465,11 @@ def call_with_whole(
         tensors: The tensor arguments.
         given: The positional and the keyword arguments.
     """
-    wholes = list(tensors)
+    wholes, reason = list(tensors), MoveReason("input", "input of", function)
     for number in numbers:
         tensor = tensors[number]
         if isinstance(tensor, DividedTensor):
-            wholes[number] = tensor.whole()
+            wholes[number] = tensor.whole(reason)
     args, kwargs = fill(given, wholes)
     if any(isinstance(tensor, DividedTensor) for tensor in wholes):
         result = call(function, args, kwargs)
@@ -480,7 +492,7 @@ def call_in_transform(function: Callable[..., Any], args: Sequence[Any], kwargs:
     tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     given = (args, kwargs)
     view = next(tensor.ranks for tensor in tensors if isinstance(tensor, DividedTensor))
-    view.notify_whole(function)
+    view.notify_whole(function, "it runs within a transform of torch.func")
     return call_with_whole(function, range(len(tensors)), tensors, given)
 
 

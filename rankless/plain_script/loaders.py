@@ -15,6 +15,7 @@ from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.context.world import World
 from rankless.data.batch_tree import compute_digest, map_leaves, map_tensors
 from rankless.data.logical_tensor import LogicalTensor
+from rankless.logical.observation import OBSERVERS
 from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
@@ -83,6 +84,7 @@ class LogicalPass:
         else:
             reading.begin()
         self._number = 0
+        self._is_shared = False
         batches = self._count_batches()
         self._pass = world.passes.begin(batches=batches)
         world.events.begin_pass(self._pass, batches=batches)
@@ -104,6 +106,8 @@ class LogicalPass:
         self._view.batch_rows = rows
         self._world.events.begin_batch(self._pass, rows=rows)
         self._view.agreement.check(f"batch {self._number} of {self._where}")
+        for observer in OBSERVERS:
+            observer.hear_batch(self._where.removeprefix("a pass over "), batch, is_shared=self._is_shared)
         return batch
 
     def _take_whole(self) -> tuple[Any, int]:
@@ -117,7 +121,7 @@ class LogicalPass:
         """Return the next batch, of which this rank reads its rows, and the number of all rows."""
         read = reading.take()
         self._view.agreement.note((read.key.indices, read.common), "the batch, with indices and first sample")
-        rows = len(read.key.indices)
+        rows, self._is_shared = len(read.key.indices), not read.is_whole
         if read.is_whole:
             return divide_batch(read.data, self._view, rows=find_rows(read.data, rows)), rows
         lengths = BatchDivision.of(self._view.mesh).split(rows)
@@ -167,12 +171,18 @@ def shard_whole(batch: Any, view: LogicalView) -> Any:
     view.agreement.note(compute_digest(batch), "the batch, with the digest")
     view.agreement.check("rankless.shard_batch")
     view.batch_rows = find_rows(batch)
-    return divide_batch(batch, view, rows=view.batch_rows)
+    found = divide_batch(batch, view, rows=view.batch_rows)
+    for observer in OBSERVERS:
+        observer.hear_batch("rankless.shard_batch", found, is_shared=False)
+    return found
 
 
 def shard_loaded(batch: Any, view: LogicalView) -> Any:
     """Return a batch of a `rankless.loader` with the view's logical tensors in place of those of jobs."""
-    return map_tensors(lambda leaf: convert_tensor(leaf, view), batch)
+    found = map_tensors(lambda leaf: convert_tensor(leaf, view), batch)
+    for observer in OBSERVERS:
+        observer.hear_batch("rankless.loader", found, is_shared=True)
+    return found
 
 
 def convert_tensor(tensor: Tensor, view: LogicalView) -> Tensor:

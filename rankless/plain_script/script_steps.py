@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankless.context.step_events import StepEvents
+from rankless.logical.observation import MoveReason
 from rankless.logical.tensor import DividedTensor
 from rankless.user_code import caller_line
+
+LOSS = MoveReason("output", "the loss, for its progress")
 
 
 class ScriptSteps:
@@ -41,7 +44,7 @@ class ScriptSteps:
             if root is not None and root.numel() == 1:
                 # All ranks are here. Most scripts read the loss, which the tensor keeps from now on.
                 with torch.no_grad():
-                    self._loss = root.whole() if isinstance(root, DividedTensor) else root.detach()
+                    self._loss = root.whole(LOSS) if isinstance(root, DividedTensor) else root.detach()
 
         torch.autograd.backward = backward_with_loss
         register_optimizer_step_post_hook(lambda *_: self._end_step())

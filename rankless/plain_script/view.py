@@ -2,15 +2,22 @@
 
 import atexit
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from rankless.config.environment import read_worker_config
 from rankless.context.world import World
+from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import LogicalView
+from rankless.logical.observation import OBSERVERS, send_call
+from rankless.logical.tensor import DividedTensor, LogicalView
 from rankless.plain_script.draws import divide_draws
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches
@@ -41,6 +48,8 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
     stack.enter_context(divide_draws(view))
     stack.enter_context(hide_ranks())
     notify_if_undivided(view)
+    if OBSERVERS:
+        stack.enter_context(PlainCalls())
     atexit.register(stack.pop_all().close)
     return view
 
@@ -52,10 +61,30 @@ def notify_if_undivided(view: LogicalView) -> None:
     def on_step(*_arguments: Any) -> None:
         nonlocal steps
         steps += 1
-        if steps == 2 and not view.plans.recent:  # the hook stays: PyTorch is going through all hooks now
+        if steps == 2 and view.plans.is_empty:  # the hook stays: PyTorch is going through all hooks now
             view.notify(
                 f"{script_line(sys._getframe(1))}: every worker computes whole batches (correct, but not faster with "
                 "more workers): read the data with a DataLoader, or divide a batch with x = rankless.shard_batch(x)"
             )
 
     register_optimizer_step_post_hook(on_step)
+
+
+class PlainCalls(TorchFunctionMode):
+    """Tells the observers of calls with plain tensors alone: every rank computes them whole."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run a function, and tell of it if its result needs gradients."""
+        found = func(*args, **(kwargs or {}))
+        if torch.is_grad_enabled() and not TRACE_STATE.is_tracing:
+            results, given = pytree.tree_leaves(found), pytree.tree_leaves((args, kwargs))
+            has_gradient = any(isinstance(item, Tensor) and item.requires_grad and not item.is_leaf for item in results)
+            if has_gradient and not any(isinstance(item, DividedTensor) for item in (*results, *given)):
+                send_call(func, "plain", "its tensors are not divided")
+        return found

@@ -185,7 +185,48 @@ class DefinedJob(msgspec.Struct, frozen=True, kw_only=True, tag="known"):
     """How it was divided; None if it was not called, or on one worker."""
 
 
-ProgramRecord = JobProgram | DefinedJob
+class CountedMove(ProgramCommunication, frozen=True, kw_only=True):
+    """A transfer of a step of an ordinary loop, and how often the step makes it."""
+
+    count: int
+
+
+class CountedCall(msgspec.Struct, frozen=True):
+    """Calls of one function at one line of an ordinary loop."""
+
+    line: str
+    module: str
+    """The path of the module whose `forward` makes the calls, as "model.conv1". Empty outside of modules."""
+    module_type: str
+    function: str
+    kind: Literal["divided", "sum", "whole", "plain"]
+    """"divided": each worker computes its rows. "sum": every worker computes with a sum over the rows. "whole": every
+    worker gathers the rows and computes all of them. "plain": every worker computes with tensors that are not divided;
+    counted if the result needs gradients."""
+    reason: str
+    """Why it is not divided. Empty if it is."""
+    count: int
+
+
+class RecordedStep(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+    """What a script in the logical view has done from one step of an optimizer to the next one."""
+
+    job: str
+    """"script", or the name of a job that is no program and runs in the logical view."""
+    step: int
+    """The number of the step, from 1. 0 if the script has made none: then it is all that the script has done."""
+    line: str
+    """The line that calls `optimizer.step()`, or that defines the job."""
+    inputs: tuple[ProgramInputRecord, ...]
+    """The parameters and buffers of the modules that were called, then the tensors of batches. The kind is
+    "parameter", "frozen parameter" (without a gradient), "buffer" or "batch tensor"."""
+    calls: tuple[CountedCall, ...]
+    """In order of their first calls."""
+    moves: tuple[CountedMove, ...]
+    """In order of their first starts."""
+
+
+ProgramRecord = JobProgram | DefinedJob | RecordedStep
 
 
 def programs_file(folder: str) -> Path:

@@ -1,6 +1,7 @@
 """The context of a process that has joined its world: mesh, process group, and the channel for records."""
 
 import atexit
+import importlib
 import itertools
 import os
 import random
@@ -138,6 +139,9 @@ class ProcessContext:
             if inputs is not None:
                 inputs.start()
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
+        if config is not None and config.observation.programs is not None and config.recording is None:
+            step_recorder = importlib.import_module("rankless.jobs.programs.step_recorder")  # with the logical view
+            yield step_recorder.StepRecorder(lambda: self.world.settings.programs)
         if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)
         for name in () if self._config is None else self._config.options:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from rankless.records.job_programs import (
+    CountedCall,
+    CountedMove,
     DefinedJob,
     JobMemory,
     JobProgram,
@@ -15,6 +17,7 @@ from rankless.records.job_programs import (
     ProgramCommunication,
     ProgramInputRecord,
     ProgramRecord,
+    RecordedStep,
     ReplicatedOperator,
     TableLookup,
 )
@@ -55,6 +58,20 @@ class PlannedJob(msgspec.Struct, frozen=True, kw_only=True):
     memory: JobMemory | None = None
 
 
+class PlannedStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step of an ordinary loop, and its totals. `moved_bytes` and `sent_bytes` mean what they mean for a job."""
+
+    recorded: RecordedStep
+    divided_calls: int
+    """The calls whose rows the workers divide."""
+    whole_calls: int
+    """The calls that every worker computes whole: those of the kinds "whole" and "plain"."""
+    moved_bytes: int
+    sent_bytes: int
+    gathered_bytes: int
+    """The part of `moved_bytes` in values that were split between workers and that every worker gets in full."""
+
+
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of `rankless plan`, without the fields that `--json` adds for all commands."""
 
@@ -69,6 +86,8 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """Jobs that the script defined but did not call."""
     without_program: tuple[DefinedJob, ...]
     """Jobs that the script called and that are not compiled: in the mirrored view, or with `capture=False`."""
+    recorded_steps: tuple[PlannedStep, ...] = ()
+    """The last step of a script in the logical view, and of each job that is no program and runs in this view."""
 
 
 def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int, servers: int = 0) -> PlanReport:
@@ -77,6 +96,8 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
     compiled = {(fact.job, fact.line) for fact in known if isinstance(fact, JobProgram)}
     memory = {(fact.job, fact.line): fact.memory for fact in known if isinstance(fact, DefinedJob)}
     called = [fact for fact in known if isinstance(fact, DefinedJob) and fact.called]
+    recorded = [fact for fact in known if isinstance(fact, RecordedStep)]
+    names = {fact.job for fact in recorded}
     return PlanReport(
         workers=workers,
         servers=servers,
@@ -94,13 +115,30 @@ def make_plan_report(facts: Iterable[ProgramRecord], *, workers: int, steps: int
             if isinstance(fact, JobProgram)
         ),
         not_reached=tuple(fact for fact in known if isinstance(fact, DefinedJob) and not fact.called),
-        without_program=tuple(fact for fact in called if (fact.job, fact.line) not in compiled),
+        without_program=tuple(
+            fact for fact in called if (fact.job, fact.line) not in compiled and fact.job not in names
+        ),
+        recorded_steps=tuple(map(make_planned_step, recorded)),
+    )
+
+
+def make_planned_step(recorded: RecordedStep) -> PlannedStep:
+    """Return a recorded step with its totals."""
+    return PlannedStep(
+        recorded=recorded,
+        divided_calls=sum(item.count for item in recorded.calls if item.kind == "divided"),
+        whole_calls=sum(item.count for item in recorded.calls if item.kind in ("whole", "plain")),
+        moved_bytes=sum(move.count * move.bytes for move in recorded.moves),
+        sent_bytes=sum(move.count * move.sent_bytes for move in recorded.moves),
+        gathered_bytes=sum(move.count * move.bytes for move in recorded.moves if move.gathered),
     )
 
 
 def render_plan(report: PlanReport, width: int = WIDTH) -> str:
     """Format all jobs, one below the other, wrapped to `width` columns, at least 40. Nothing is cut off."""
     lines = [line for job in report.jobs for line in ("", *_render_job(job, report.servers, max(width, MIN_WIDTH)))]
+    for step in report.recorded_steps:
+        lines += ["", *_render_step(step, report, max(width, MIN_WIDTH))]
     steps = format_count(report.steps, "training step")
     texts = [f"{_name(job)} was not called within {steps}; increase --steps" for job in report.not_reached]
     texts += [
@@ -109,6 +147,65 @@ def render_plan(report: PlanReport, width: int = WIDTH) -> str:
     ]
     lines += [line for text in texts for line in ("", *_wrap(text, max(width, MIN_WIDTH)))]
     return "\n".join(lines)
+
+
+def _render_step(step: PlannedStep, report: PlanReport, width: int) -> Iterator[str]:
+    """Yield the lines of a step of an ordinary loop, of the report of so many workers and steps."""
+    recorded, calls = step.recorded, step.recorded.calls
+    yield from _wrap(_describe_step(recorded, report.steps), width)
+    for kind in ("parameter", "frozen parameter", "buffer", "batch tensor"):
+        for text in _describe_inputs(kind, [item for item in recorded.inputs if item.kind == kind]):
+            yield from _wrap(text, width, indent=2)
+    total = step.divided_calls + step.whole_calls
+    share = f" ({step.divided_calls / total:.0%})" if total else ""
+    sums = sum(item.count for item in calls if item.kind == "sum")
+    rest = f", and {format_count(sums, 'call')} with sums over the rows" if sums else ""
+    yield from _wrap(f"calls that divide their rows: {step.divided_calls} of {total}{share}{rest}", width, indent=2)
+    yield from _render_calls([item for item in calls if item.kind == "divided"], width)
+    whole = [item for item in calls if item.kind in ("whole", "plain")]
+    if whole:
+        yield from _wrap("every worker computes whole values:", width, indent=2)
+        yield from _render_calls(whole, width)
+    if not (step.divided_calls or any(item.kind == "batch tensor" for item in recorded.inputs)):
+        yield from _wrap(NOTHING_DIVIDED, width, indent=2)
+    if recorded.moves:
+        yield from _wrap("data moved, in order of first start (~ overlaps with computation):", width, indent=2)
+        yield from _render_moves([move for move in recorded.moves for _ in range(move.count)], width)
+    count = sum(move.count for move in recorded.moves)
+    yield from _wrap(_describe_total(count, step.moved_bytes, step.sent_bytes), width, indent=2)
+    gathered = format_decimal_bytes(step.gathered_bytes) if step.gathered_bytes else "none"
+    yield from _wrap(f"gathered on every worker: {gathered}", width, indent=2)
+
+
+NOTHING_DIVIDED = (
+    "nothing is divided: every worker computes whole batches, correct but not faster with more workers; read the data "
+    "with a DataLoader, or divide a batch with x = rankless.shard_batch(x)"
+)
+
+
+def _describe_step(recorded: RecordedStep, asked: int) -> str:
+    """Describe which step was recorded, of so many that were asked for."""
+    name = "ordinary loop" if recorded.job == "script" else f"job {recorded.job}, which is no program"
+    place = f" ({os.path.basename(recorded.line)})" if recorded.line else ""
+    if recorded.step == 0:
+        return f"{name}: the script ended without backward() and a step of an optimizer; this is all that it ran"
+    ended = f"; the script ended before step {asked}" if recorded.step < asked and recorded.job == "script" else ""
+    return f"{name}, step {recorded.step}{place}{ended}"
+
+
+def _render_calls(calls: Sequence[CountedCall], width: int) -> Iterator[str]:
+    """Yield the calls of a step by line: how many, of which functions, in which modules, and why they are whole."""
+    groups: dict[tuple[str, str], list[CountedCall]] = {}
+    for item in calls:
+        groups.setdefault((item.line, item.reason), []).append(item)
+    for (line, reason), members in groups.items():
+        names = list(dict.fromkeys(item.function for item in members))
+        shown = ", ".join(names[:NAMES_SHOWN]) + (f" and {len(names) - NAMES_SHOWN} more" * (len(names) > NAMES_SHOWN))
+        modules = format_modules((item.module, item.module_type) for item in members)
+        text = (
+            f"{os.path.basename(line)}: {shown}{f' in {modules}' if modules else ''}{f': {reason}' if reason else ''}"
+        )
+        yield from _hang(f"{sum(item.count for item in members):>9}", text, width)
 
 
 def _render_job(job: PlannedJob, servers: int, width: int) -> Iterator[str]:
@@ -133,7 +230,8 @@ def _render_job(job: PlannedJob, servers: int, width: int) -> Iterator[str]:
         yield "  by module:"
         for row in rows:
             yield from _hang("    ", row, width)
-    for text in (_describe_total(job), _describe_gathers(program)):
+    total = _describe_total(len(program.moves), job.moved_bytes, job.sent_bytes)
+    for text in (total, _describe_gathers(program)):
         yield from _wrap(text, width, indent=2)
     if job.memory is not None:
         yield from _wrap(_describe_memory(job.memory), width, indent=2)
@@ -192,13 +290,13 @@ def _list_workers(workers: Sequence[int]) -> str:
     return f"worker{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"
 
 
-def _describe_total(job: PlannedJob) -> str:
-    """Describe how much moves in a call."""
-    if not job.program.moves:
+def _describe_total(moves: int, moved_bytes: int, sent_bytes: int) -> str:
+    """Describe how much moves in a call or a step."""
+    if not moves:
         return "total: nothing moves"
     return (
-        f"total: {format_count(len(job.program.moves), 'move')}, {format_decimal_bytes(job.moved_bytes)} of values; "
-        f"each worker sends {format_decimal_bytes(job.sent_bytes)} (ring collectives)"
+        f"total: {format_count(moves, 'move')}, {format_decimal_bytes(moved_bytes)} of values; "
+        f"each worker sends {format_decimal_bytes(sent_bytes)} (ring collectives)"
     )
 
 
@@ -286,7 +384,7 @@ def _describe_reason(moves: Sequence[ProgramCommunication]) -> str:
     if move.purpose == "gradient":
         names = move.value.split(", ")
         return f"{move.reason}: {', '.join(names if len(names) <= NAMES_SHOWN else [names[0], '…', names[-1]])}"
-    if move.purpose == "output":
+    if move.purpose == "output" and not isinstance(move, CountedMove):
         return f"{move.reason} of the job, whole on every worker"
     modules = format_modules((item.module, item.module_type) for item in moves)
     return f"{move.reason}{f' in {modules}' if modules else ''}{', backward' if move.backward else ''}"

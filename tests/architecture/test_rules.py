@@ -29,6 +29,7 @@ IMPORTED_LATE = {
     "rankless/launch/watchdog/__init__.py": "only a run that stalls or fails needs stacks and reports",
     "rankless/extensions/horovodrun/profile.py": "the HTTP server costs 20 ms, and most jobs need none",
     "rankless/parameter_server.py": "what it shows is used without torch too, in servers and in the help of commands",
+    "rankless/runtime/process_context.py": "few runs record steps in the logical view",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
     "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks for it",

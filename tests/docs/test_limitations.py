@@ -75,6 +75,11 @@ SHOWN_BY = {
     "The script's own": "::test_what_the_logical_view_does_not_divide",
     "A notice names each": "::test_what_the_logical_view_does_not_divide",
     "Every rank reads": "::test_loaders_whose_batches_every_rank_reads_whole",
+    "`rankless plan` shows a step": (
+        "cli/test_plan_of_loops.py::test_a_plan_file_and_a_picture_of_a_loop_are_refused_before_it_runs"
+    ),
+    "It counts calls": "cli/test_plan_of_loops.py::test_the_table_of_a_step_fits_any_width_and_cuts_nothing_off",
+    "A loop whose gradients": "cli/test_plan_of_loops.py::test_a_loop_without_backward_runs_to_its_end",
     "A thread of": "::test_threads_do_not_take_part_in_the_logical_view",
     "A `DataLoader` in": "::test_threads_do_not_take_part_in_the_logical_view",
     "`DistributedDataParallel`": (

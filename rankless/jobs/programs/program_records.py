@@ -60,7 +60,7 @@ class ProgramRecorder:
 
     def record(self, job: JobDefinition, local: LocalProgram) -> None:
         """Write a program of a job as soon as it is compiled."""
-        self._write(describe_program(job, local))
+        self.write(describe_program(job, local))
 
     def run(self, job: JobDefinition, bound: BoundProgram, values: Sequence[Tensor], sizes: Sequence[int]) -> Outputs:
         """Run a program, and measure the memory that it takes in its first call."""
@@ -80,10 +80,11 @@ class ProgramRecorder:
                 peak, memory = self._activations.get((job.job, job.line)), job.memory
                 if memory is not None:
                     memory = msgspec.structs.replace(memory, activations=peak)
-                self._write(msgspec.structs.replace(job, memory=memory))
+                self.write(msgspec.structs.replace(job, memory=memory))
             self._stream.close()
 
-    def _write(self, fact: ProgramRecord) -> None:
+    def write(self, fact: ProgramRecord) -> None:
+        """Write a record, unless the file is closed."""
         if not self._stream.closed:
             self._stream.write(encode_program_record(fact))
             self._stream.flush()
