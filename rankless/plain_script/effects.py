@@ -237,6 +237,25 @@ class Effects:
                 self.ranks.share(encode_msgpack(outcome))
             return value
 
+    def finish_together(self, work: Callable[[], Any]) -> Any:
+        """Return what work on all ranks returns here, once rank 0's is done. Raise its error, or else this rank's."""
+        errors: list[Exception] = []
+        result = None
+        try:
+            with self.alone():
+                result = work()
+        except Exception as error:
+            errors.append(error)
+
+        def raise_error() -> None:
+            if errors:
+                raise errors[0]
+
+        if self.can_meet:
+            self.share(raise_error)
+        raise_error()
+        return result
+
 
 def replace_everywhere(replaced: list[tuple[Any, str, Any]]) -> None:
     """Replace functions of libraries until this process ends, also where a module has imported one by its name.
@@ -255,3 +274,13 @@ def replace_everywhere(replaced: list[tuple[Any, str, Any]]) -> None:
             found = new.get(id(value))
             if found is not None and found[0] is value:
                 names[name] = found[1]
+
+
+def take_whole_values(values: Any) -> Any:
+    """Return the arguments of a call with whole tensors in place of logical ones. Collective if there are any."""
+    if isinstance(values, dict):
+        return {key: take_whole_values(value) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(map(take_whole_values, values))
+    logical = getattr(sys.modules.get("rankless.logical.tensor"), "DividedTensor", ())  # nothing here imports torch
+    return values.whole().detach() if isinstance(values, logical) else values
