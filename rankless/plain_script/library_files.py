@@ -9,6 +9,7 @@ Note [files]) as long as this process has it open.
 A library that is in no table writes on every rank. If it keeps its file open, a notice names the file.
 """
 
+import asyncio
 import contextlib
 import fcntl
 import fnmatch
@@ -69,7 +70,6 @@ class Opener(NamedTuple):
         mode_place: The place of this argument.
         default: The argument's default.
         reading: The values with which it only reads.
-        replaces: Whether it opens a folder for good, whose files it replaces and never changes.
     """
 
     owner: str
@@ -79,7 +79,6 @@ class Opener(NamedTuple):
     mode_place: int = 1
     default: Any = "w"
     reading: tuple[Any, ...] = ("r", "rb")
-    replaces: bool = False
 
 
 OPENERS: dict[str, tuple[Opener, ...]] = {
@@ -104,7 +103,6 @@ OPENERS: dict[str, tuple[Opener, ...]] = {
         Opener("", "create_memory_map"),
         Opener("", "output_stream"),
     ),
-    "zarr.storage._local": (Opener("LocalStore", "__init__", 1, "read_only", 99, False, (True,), True),),
     "pyarrow.parquet": (Opener("ParquetWriter", "__init__", 1),),
     "pyarrow.csv": (Opener("", "CSVWriter"),),
     "pyarrow.orc": (Opener("ORCWriter", "__init__", 1),),
@@ -126,12 +124,10 @@ class HeldFile(OpenFile):
     Args:
         path: Where this rank has it.
         discard: Called when nothing in this process can use it any more.
-        lasts: Whether it never closes.
     """
 
-    def __init__(self, path: str, discard: Callable[[], None], *, lasts: bool) -> None:
+    def __init__(self, path: str, discard: Callable[[], None]) -> None:
         self._path = path
-        self._lasts = lasts
         self.descriptor = -next(NUMBERS)  # the library has it
         self.keeps_data = True
         self._identities = self._find_identities()
@@ -148,7 +144,7 @@ class HeldFile(OpenFile):
     def is_open(self) -> bool:
         """Whether this process has it open. A file keeps its identity when it is renamed."""
         self._identities = self._identities or self._find_identities()
-        return self._lasts or any(identify(status) in self._identities for _, status in list_written())
+        return any(identify(status) in self._identities for _, status in list_written())
 
     @property
     def path(self) -> str:
@@ -290,11 +286,10 @@ class LibraryFiles:
             self._effects.meet(what)
             is_new = bool(opener.mode) and isinstance(mode, str) and mode[:1] in ("w", "x")
             with self._effects.alone():
-                copy_file = None if is_new else os.symlink if opener.replaces else shutil.copyfile
-                target, discard = self._find_target(path, copy_file)
+                target, discard = self._find_target(path, copies=not is_new)
             self._effects.meet(what)
             result = self._effects.finish_together(lambda: put(make, given if target == path else target))
-            self._files.register(path, HeldFile(target, discard, lasts=opener.replaces))
+            self._files.register(path, HeldFile(target, discard))
             if hasattr(result, "untyped_storage"):  # the file of a tensor is mapped, and not open
                 weakref.finalize(result.untyped_storage(), os.close, OS_OPEN(target, os.O_RDONLY))
             return result
@@ -313,12 +308,12 @@ class LibraryFiles:
 
         return close_together
 
-    def _find_target(self, path: str, copy: Callable[..., Any] | None) -> tuple[str, Callable[[], None]]:
+    def _find_target(self, path: str, *, copies: bool) -> tuple[str, Callable[[], None]]:
         """Return where this rank opens a file, and what removes it. All ranks call it.
 
         Args:
             path: The file.
-            copy: Copies a file, or None if nobody reads what is in it.
+            copies: Whether the file may be read.
         """
         with self._files.find_source(path, path, may_lack=True) as source:
             known = self._files.find_opened(path)
@@ -326,10 +321,10 @@ class LibraryFiles:
                 return path if self._effects.is_first or known is None else known.path, do_nothing
             folder = tempfile.mkdtemp()
             target = os.path.join(folder, os.path.basename(path))
-            if copy is not None and os.path.isdir(path):
-                shutil.copytree(path, target, copy_function=copy)
-            elif copy is not None and os.path.exists(source or path):
-                copy(source or path, target)
+            if copies and os.path.isdir(path):
+                shutil.copytree(path, target)
+            elif copies and os.path.exists(source or path):
+                shutil.copyfile(source or path, target)
 
         def discard() -> None:
             with self._effects.alone():
@@ -338,20 +333,24 @@ class LibraryFiles:
         return target, discard
 
     def _patch_zarr(self, module: Any) -> None:
-        """Let the ranks meet around what zarr changes: threads of its own write, and this function waits for them."""
-        sync = module.sync
+        """Let zarr write in the thread of the script, where the ranks meet, instead of in threads of its own."""
+        sync, to_thread = module.sync, asyncio.to_thread
+        loop = asyncio.new_event_loop()
+
+        async def to_own_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            here = asyncio.get_running_loop() is loop
+            return function(*args, **kwargs) if here else await to_thread(function, *args, **kwargs)
 
         @functools.wraps(sync)
         def sync_once(work: Any, *args: Any, **kwargs: Any) -> Any:
-            name = getattr(work, "__qualname__", "")
-            if not self._effects.is_active or "get" in name.rpartition(".")[2]:
+            if not (self._effects.is_active and self._effects.can_meet) or asyncio._get_running_loop() is not None:
                 return sync(work, *args, **kwargs)
-            self._effects.meet(f"zarr {name}")
-            result = sync(work, *args, **kwargs)
-            self._effects.meet(f"zarr {name}")
-            return result
+            if "get" not in getattr(work, "__name__", ""):
+                return loop.run_until_complete(work)
+            self._files.finish()
+            return sync(work, *args, **kwargs)
 
-        replace_everywhere([(module, "sync", sync_once)])
+        replace_everywhere([(module, "sync", sync_once), (asyncio, "to_thread", to_own_thread)])
 
     def _look_for_unknown(self) -> None:
         """Tell the user of files that a library has open to write on this rank, too."""
