@@ -24,7 +24,7 @@ import msgspec
 
 from rankless.context.raised_errors import RaisedError, describe_error, make_same_error
 from rankless.records.encoding import encode_msgpack
-from rankless.user_code import PACKAGE_FOLDER, is_library, script_line
+from rankless.user_code import PACKAGE_FOLDER, is_library, is_standard, script_line
 
 TRANSPARENT = tuple(
     os.path.join(PACKAGE_FOLDER, *parts)
@@ -165,18 +165,27 @@ class Effects:
         """Return whether the script, or a library that it calls, makes a call from `frame`."""
         while frame is not None:
             kind = self.find_kind(frame)
-            if kind != "library":
+            if kind in ("script", "rankless"):
                 return kind == "script"
             frame = frame.f_back
         return True  # callbacks of the interpreter's end
 
+    def is_of_library(self) -> bool:
+        """Return whether an installed library, and not the script, makes the present call of Python's functions."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and self.find_kind(frame) == "standard":
+            frame = frame.f_back
+        return frame is not None and self.find_kind(frame) == "library"
+
     def find_kind(self, frame: FrameType) -> str:
-        """Return whose code a frame runs: "script", "library", or "rankless" for what is no effect."""
+        """Return whose code a frame runs: "script", "library", "standard" for Python's own, "rankless" for none's."""
         file = frame.f_code.co_filename
         kind = self._kinds.get(file)
         if kind is None:
             if file.startswith((PACKAGE_FOLDER, *self.exempt)):
-                kind = "library" if file.startswith(TRANSPARENT) else "rankless"
+                kind = "standard" if file.startswith(TRANSPARENT) else "rankless"
+            elif is_standard(file):
+                kind = "standard"
             else:
                 kind = "library" if is_library(file) else "script"
             self._kinds[file] = kind

@@ -8,6 +8,7 @@ file. All other reads cost a look into two dictionaries.
 """
 
 import builtins
+import fcntl
 import io
 import os
 import random
@@ -19,9 +20,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rankless.plain_script.distant_files import describe_result, make_result, read_whole
+from rankless.plain_script.distant_files import describe_result, describe_status, make_result, make_status, read_whole
 from rankless.plain_script.effects import Effects, replace_everywhere
-from rankless.plain_script.private_files import FILE_MODES, IO_OPEN, NEW_FILE, OS_OPEN, OpenFile, open_hollow, open_new
+from rankless.plain_script.private_files import (
+    FILE_MODES,
+    FSTAT,
+    IO_OPEN,
+    NEW_FILE,
+    OS_OPEN,
+    OpenFile,
+    open_hollow,
+    open_new,
+)
 
 OPENING_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 UNNAMED = getattr(os, "O_TMPFILE", 0)
@@ -79,6 +89,8 @@ class FileEffects:
         replaced = [(owner, name, self._change_of(owner, name, places)) for owner, name, places in CHANGES]
         replaced += [(os, name, self._read_of(getattr(os, name))) for name in STATUS]
         replaced += [(os, "chdir", self._chdir_of(os.chdir))] if self._has_hosts else []
+        replaced += [(fcntl, name, self._lock_of(getattr(fcntl, name))) for name in ("flock", "lockf")]
+        replaced += [(os, "fstat", self._read_descriptor)]
         replaced += [(builtins, "open", self.open), (io, "open", self.open), (os, "open", self.open_descriptor)]
         replaced += [
             (tempfile, name, self._own_of(getattr(tempfile, name), place))
@@ -112,11 +124,13 @@ class FileEffects:
         """Return the name of a path that ranks compare. Hosts may start the script in different folders."""
         if self.is_own(path):
             return "a temporary file"
+        if self._effects.is_of_library():  # it may name a file by its process or its clock; rank 0's name counts
+            path = os.path.dirname(path)
         return os.path.relpath(path, self._start) if f"{path}{os.sep}".startswith(self._start + os.sep) else path
 
     def is_ignored(self, path: str) -> bool:
         """Return whether changes of a path are nobody's effects."""
-        return path.startswith(self._ignored) or path.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__" in path
+        return path.startswith(self._ignored) or path.endswith(".pyc") or f"{os.sep}__pycache__" in path
 
     # -- opening
 
@@ -207,7 +221,7 @@ class FileEffects:
         def act() -> int:
             made.append(ways[0]())
             descriptor = made[0] if isinstance(made[0], int) else made[0].fileno()
-            return os.fstat(descriptor).st_size
+            return FSTAT(descriptor).st_size
 
         def opener(_: str, wanted: int) -> int:
             access = wanted & (os.O_ACCMODE | os.O_APPEND | os.O_TRUNC)
@@ -370,6 +384,26 @@ class FileEffects:
             return make_result(name, shared, path)
 
         return read
+
+    def _read_descriptor(self, descriptor: int) -> os.stat_result:
+        """Return the status of a descriptor, as `os.fstat` does. A private file has no name, but the script's has."""
+        status = FSTAT(descriptor)
+        if status.st_nlink or self._effects.is_first or self.find_open(descriptor) is None:
+            return status
+        visible, others = describe_status(status)
+        return make_status([[*visible[:3], 1, *visible[4:]], others])
+
+    def _lock_of(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that locks a file of the script on rank 0, for all ranks."""
+
+        def lock(file: Any, *args: Any) -> None:
+            path = self.find_open(file if isinstance(file, int) else file.fileno()) if self._effects.is_active else None
+            if path is None:
+                function(file, *args)
+            else:
+                self._effects.once(f"lock {self.describe(path)}", lambda: function(file, *args))
+
+        return lock
 
     def _chdir_of(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return `os.chdir`, which can go to a folder that only rank 0's host has: the others make an empty one."""

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from rankless.plain_script.effects import Effects, replace_everywhere, take_whole_values
 from rankless.plain_script.file_effects import FileEffects
-from rankless.plain_script.private_files import OS_OPEN, OpenFile
+from rankless.plain_script.private_files import FSTAT, OS_OPEN, OpenFile
 
 LISTDIR, STAT = os.listdir, os.stat
 
@@ -165,7 +165,7 @@ def list_written() -> Iterator[tuple[int, os.stat_result]]:
     """Yield the descriptors with which this process can write to files, each with the status of its file."""
     for name in LISTDIR("/dev/fd"):
         with contextlib.suppress(OSError):  # the one that listed the folder
-            status = os.fstat(int(name))
+            status = FSTAT(int(name))
             if stat.S_ISREG(status.st_mode) and fcntl.fcntl(int(name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
                 yield int(name), status
 
@@ -257,17 +257,11 @@ class LibraryFiles:
                 result = function(*args, **kwargs)
                 return [True, None] if args and result is args[0] else [False, result]
 
-            returns_self, result = self._effects.once(self._describe(function, path), act)
+            returns_self, result = self._effects.once(f"{function.__qualname__} of {self._files.describe(path)}", act)
             self._files.note_change(path, is_tree=True)
             return args[0] if returns_self else result
 
         return call_once
-
-    def _describe(self, function: Callable[..., Any], path: str) -> str:
-        """Return the text by which ranks compare a call. A library may name a file by its process or its clock."""
-        frame = sys._getframe(2)
-        named = f" of {self._files.describe(path)}" if self._effects.find_kind(frame) == "script" else ""
-        return f"{function.__qualname__}{named}"
 
     def _opening(self, make: Callable[..., Any], opener: Opener) -> Callable[..., Any]:
         """Return a function that opens a file, and on other ranks than 0 a copy of it."""
@@ -282,7 +276,7 @@ class LibraryFiles:
             if opener.mode and mode in opener.reading:
                 with self._files.find_source(path, given) as source:
                     return make(*args, **kwargs) if source is None else put(make, source)
-            what = self._describe(make, path)
+            what = f"{make.__qualname__} of {self._files.describe(path)}"
             self._effects.meet(what)
             is_new = bool(opener.mode) and isinstance(mode, str) and mode[:1] in ("w", "x")
             with self._effects.alone():
