@@ -3,10 +3,13 @@
 What a case returns is printed, so that it is compared too. Its files are compared by their bytes.
 """
 
+import fcntl
 import importlib.util
 import io
 import os
 import pickle
+import shutil
+import sqlite3
 import sys
 from pathlib import Path
 
@@ -46,6 +49,48 @@ def numpy_maps():
     return seen, np.fromfile("raw.bin", dtype=np.int32).tolist(), np.load("map.npy", mmap_mode="r").sum().item()
 
 
+def locks():
+    import filelock
+
+    with filelock.FileLock("a.lock"):
+        Path("a.txt").write_text("locked")
+    with open("b.txt", "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("row\n")
+        Path("c.txt").write_text("within")
+        fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(os.open("run.lock", os.O_CREAT | os.O_EXCL))
+    try:
+        os.open("run.lock", os.O_CREAT | os.O_EXCL)
+    except FileExistsError as error:
+        return str(error), sorted(os.listdir())
+
+
+def names_by_a_library():
+    import joblib
+
+    Path("source.bin").write_bytes(b"w" * 1000)
+    torch.hub.download_url_to_file(Path("source.bin").absolute().as_uri(), "target.bin", progress=False)
+    calls = []
+    twice = joblib.Memory("cache", verbose=0).cache(lambda x: calls.append(x) or 2 * x)
+    found = [twice(2), twice(2), twice(3)], calls
+    shutil.rmtree("cache")
+    return found, os.path.getsize("target.bin")
+
+
+def two_connections():
+    first = sqlite3.connect("a.db")
+    first.execute("create table t (x)")
+    second, seen = sqlite3.connect("a.db"), []
+    for number in range(3):
+        first.execute("insert into t values (?)", (number,))
+        first.commit()
+        seen.append(second.execute("select count(*) from t").fetchone())
+    with sqlite3.connect("copy.db") as copy:
+        first.backup(copy)
+    return seen, copy.execute("select sum(x) from t").fetchone()
+
+
 def tokenizer():
     from tokenizers import Tokenizer, models, trainers
 
@@ -72,7 +117,10 @@ def scripted_module():
     module = torch.jit.script(torch.nn.Linear(2, 3))
     module.save("a.pt")
     torch.jit.save(module, Path("b.pt"))
-    return [tuple(torch.jit.load(name)(torch.ones(1, 2)).shape) for name in ("a.pt", "b.pt")]
+    shapes = [tuple(torch.jit.load(name)(torch.ones(1, 2)).shape) for name in ("a.pt", "b.pt")]
+    os.remove("a.pt")  # it has constants in the order of a set
+    os.remove("b.pt")
+    return shapes
 
 
 def package():
@@ -454,7 +502,8 @@ def onnx_export():
 
 
 CASES = [
-    torch_shared_file, numpy_maps, tokenizer, exported_program, scripted_module, package, profile_trace,
+    torch_shared_file, numpy_maps, locks, names_by_a_library, two_connections, tokenizer,
+    exported_program, scripted_module, package, profile_trace,
     hdf5, hdf5_errors, pandas_files, pandas_tables, excel, arrow, polars_files, images, video, sound, lightning_memory,
     arrays_in_chunks, climate, gradient_boosting, duck, figures, onnx_export,
 ]  # fmt: skip
