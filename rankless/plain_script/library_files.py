@@ -22,6 +22,7 @@ import stat
 import sys
 import tempfile
 import time
+import urllib.parse
 import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -130,20 +131,18 @@ class HeldFile(OpenFile):
         self._path = path
         self.descriptor = -next(NUMBERS)  # the library has it
         self.keeps_data = True
-        self._identities = self._find_identities()
+        self._identities: set[tuple[int, int]] = set()
         weakref.finalize(self, discard)
 
-    def _find_identities(self) -> set[tuple[int, int]]:
-        found = set()
+    def note_identities(self) -> None:
+        """Note which files these are, once they exist. A file that is renamed stays the same."""
         with contextlib.suppress(OSError):
-            found.add(identify(STAT(self._path)))
-            found.update(identify(STAT(os.path.join(self._path, name))) for name in LISTDIR(self._path))
-        return found
+            self._identities.add(identify(STAT(self._path)))
+            self._identities.update(identify(STAT(os.path.join(self._path, name))) for name in LISTDIR(self._path))
 
     @property
     def is_open(self) -> bool:
-        """Whether this process has it open. A file keeps its identity when it is renamed."""
-        self._identities = self._identities or self._find_identities()
+        """Whether this process has it open."""
         return any(identify(status) in self._identities for _, status in list_written())
 
     @property
@@ -240,6 +239,8 @@ class LibraryFiles:
         """Return the path that an argument names, if the script writes to it."""
         if not self._effects.is_active or (isinstance(given, str) and given.startswith(":")):  # ":memory:"
             return None
+        if isinstance(given, str) and given.startswith("file:"):  # SQLite's addresses
+            given = urllib.parse.unquote(urllib.parse.urlsplit(given).path)
         path = self._files.find_path(given)
         return path if self._files.is_shared(path) else None
 
@@ -249,7 +250,7 @@ class LibraryFiles:
         @functools.wraps(function)
         def call_once(*args: Any, **kwargs: Any) -> Any:
             path = self._find_path(take_argument(args, kwargs, place)[0])
-            if path is None:
+            if path is None or kwargs.get("lazy"):  # a lazy one of polars writes nothing yet
                 return function(*args, **kwargs)
             args, kwargs = take_whole_values(args), take_whole_values(kwargs)
 
@@ -276,16 +277,22 @@ class LibraryFiles:
             if opener.mode and mode in opener.reading:
                 with self._files.find_source(path, given) as source:
                     return make(*args, **kwargs) if source is None else put(make, source)
+            address = given if isinstance(given, str) and given.startswith("file:") else ""
+            if "mode=ro" in address or "mode=memory" in address:
+                return make(*args, **kwargs)
             what = f"{make.__qualname__} of {self._files.describe(path)}"
             self._effects.meet(what)
             is_new = bool(opener.mode) and isinstance(mode, str) and mode[:1] in ("w", "x")
             with self._effects.alone():
                 target, discard = self._find_target(path, copies=not is_new)
             self._effects.meet(what)
-            result = self._effects.finish_together(lambda: put(make, given if target == path else target))
-            self._files.register(path, HeldFile(target, discard))
+            held = HeldFile(target, discard)
+            new = f"file:{target}?{address.partition('?')[2]}" if address else target
+            result = self._effects.finish_together(lambda: put(make, given if target == path else new))
             if hasattr(result, "untyped_storage"):  # the file of a tensor is mapped, and not open
-                weakref.finalize(result.untyped_storage(), os.close, OS_OPEN(target, os.O_RDONLY))
+                weakref.finalize(result.untyped_storage(), os.close, OS_OPEN(target, os.O_RDWR))
+            held.note_identities()
+            self._files.register(path, held)
             return result
 
         return open_once
@@ -320,9 +327,12 @@ class LibraryFiles:
             elif copies and os.path.exists(source or path):
                 shutil.copyfile(source or path, target)
 
+        owner = os.getpid()
+
         def discard() -> None:
             with self._effects.alone():
-                shutil.rmtree(folder, ignore_errors=True)
+                if os.getpid() == owner:  # a child forgets the file, too
+                    shutil.rmtree(folder, ignore_errors=True)
 
         return target, discard
 

@@ -88,7 +88,12 @@ def two_connections():
         seen.append(second.execute("select count(*) from t").fetchone())
     with sqlite3.connect("copy.db") as copy:
         first.backup(copy)
-    return seen, copy.execute("select sum(x) from t").fetchone()
+    copy.close()
+    with sqlite3.connect("file:copy.db?mode=rw", uri=True) as copy:
+        copy.execute("insert into t values (7)")
+    copy.close()
+    reader = sqlite3.connect("file:copy.db?mode=ro", uri=True)
+    return seen, reader.execute("select sum(x) from t").fetchone(), second.execute("select sum(x) from t").fetchone()
 
 
 def tokenizer():
