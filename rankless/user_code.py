@@ -47,6 +47,12 @@ def is_library(file: str) -> bool:
     return any(folder in file for folder in _PACKAGE_FOLDERS)
 
 
+def is_standard(file: str) -> bool:
+    """Return whether a file belongs to Python itself."""
+    standard = file.startswith((*_GENERATED, *_STANDARD_FOLDERS))
+    return standard and not any(folder in file for folder in _PACKAGE_FOLDERS)
+
+
 def running_ipython() -> Any:
     """Return the IPython shell in which this process runs what its user types, a notebook's too, or None.
 

@@ -24,7 +24,7 @@ import msgspec
 
 from rankless.context.raised_errors import RaisedError, describe_error, make_same_error
 from rankless.records.encoding import encode_msgpack
-from rankless.user_code import PACKAGE_FOLDER, is_library, script_line
+from rankless.user_code import PACKAGE_FOLDER, is_library, is_standard, script_line
 
 TRANSPARENT = tuple(
     os.path.join(PACKAGE_FOLDER, *parts)
@@ -165,18 +165,27 @@ class Effects:
         """Return whether the script, or a library that it calls, makes a call from `frame`."""
         while frame is not None:
             kind = self.find_kind(frame)
-            if kind != "library":
+            if kind in ("script", "rankless"):
                 return kind == "script"
             frame = frame.f_back
         return True  # callbacks of the interpreter's end
 
+    def is_of_library(self) -> bool:
+        """Return whether an installed library, and not the script, makes the present call of Python's functions."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and self.find_kind(frame) == "standard":
+            frame = frame.f_back
+        return frame is not None and self.find_kind(frame) == "library"
+
     def find_kind(self, frame: FrameType) -> str:
-        """Return whose code a frame runs: "script", "library", or "rankless" for what is no effect."""
+        """Return whose code a frame runs: "script", "library", "standard" for Python's own, "rankless" for none's."""
         file = frame.f_code.co_filename
         kind = self._kinds.get(file)
         if kind is None:
             if file.startswith((PACKAGE_FOLDER, *self.exempt)):
-                kind = "library" if file.startswith(TRANSPARENT) else "rankless"
+                kind = "standard" if file.startswith(TRANSPARENT) else "rankless"
+            elif is_standard(file):
+                kind = "standard"
             else:
                 kind = "library" if is_library(file) else "script"
             self._kinds[file] = kind
@@ -237,6 +246,25 @@ class Effects:
                 self.ranks.share(encode_msgpack(outcome))
             return value
 
+    def finish_together(self, work: Callable[[], Any]) -> Any:
+        """Return what work on all ranks returns here, once rank 0's is done. Raise its error, or else this rank's."""
+        errors: list[Exception] = []
+        result = None
+        try:
+            with self.alone():
+                result = work()
+        except Exception as error:
+            errors.append(error)
+
+        def raise_error() -> None:
+            if errors:
+                raise errors[0]
+
+        if self.can_meet:
+            self.share(raise_error)
+        raise_error()
+        return result
+
 
 def replace_everywhere(replaced: list[tuple[Any, str, Any]]) -> None:
     """Replace functions of libraries until this process ends, also where a module has imported one by its name.
@@ -255,3 +283,13 @@ def replace_everywhere(replaced: list[tuple[Any, str, Any]]) -> None:
             found = new.get(id(value))
             if found is not None and found[0] is value:
                 names[name] = found[1]
+
+
+def take_whole_values(values: Any) -> Any:
+    """Return the arguments of a call with whole tensors in place of logical ones. Collective if there are any."""
+    if isinstance(values, dict):
+        return {key: take_whole_values(value) for key, value in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(map(take_whole_values, values))
+    logical = getattr(sys.modules.get("rankless.logical.tensor"), "DividedTensor", ())  # nothing here imports torch
+    return values.whole().detach() if isinstance(values, logical) else values

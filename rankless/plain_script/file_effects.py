@@ -8,6 +8,7 @@ file. All other reads cost a look into two dictionaries.
 """
 
 import builtins
+import fcntl
 import io
 import os
 import random
@@ -19,9 +20,18 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rankless.plain_script.distant_files import describe_result, make_result, read_whole
+from rankless.plain_script.distant_files import describe_result, describe_status, make_result, make_status, read_whole
 from rankless.plain_script.effects import Effects, replace_everywhere
-from rankless.plain_script.private_files import FILE_MODES, IO_OPEN, NEW_FILE, OS_OPEN, OpenFile, open_hollow, open_new
+from rankless.plain_script.private_files import (
+    FILE_MODES,
+    FSTAT,
+    IO_OPEN,
+    NEW_FILE,
+    OS_OPEN,
+    OpenFile,
+    open_hollow,
+    open_new,
+)
 
 OPENING_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 UNNAMED = getattr(os, "O_TMPFILE", 0)
@@ -72,13 +82,15 @@ class FileEffects:
         self._readers: WeakValueDictionary[str, Any] = WeakValueDictionary()
         """The last file that was opened to read, by path."""
         effects.after_meeting.append(self._forget_finished)
-        os.register_at_fork(before=self._finish)
+        os.register_at_fork(before=self.finish)
 
     def install(self) -> None:
         """Replace Python's functions that change or read files, until this process ends."""
         replaced = [(owner, name, self._change_of(owner, name, places)) for owner, name, places in CHANGES]
         replaced += [(os, name, self._read_of(getattr(os, name))) for name in STATUS]
         replaced += [(os, "chdir", self._chdir_of(os.chdir))] if self._has_hosts else []
+        replaced += [(fcntl, name, self._lock_of(getattr(fcntl, name))) for name in ("flock", "lockf")]
+        replaced += [(os, "fstat", self._read_descriptor)]
         replaced += [(builtins, "open", self.open), (io, "open", self.open), (os, "open", self.open_descriptor)]
         replaced += [
             (tempfile, name, self._own_of(getattr(tempfile, name), place))
@@ -100,7 +112,7 @@ class FileEffects:
 
     def is_shared(self, path: str | None) -> bool:
         """Return whether the script changes a path by the present call, and not this process alone."""
-        if path is None or not self._effects.is_active or self._is_ignored(path) or self.is_own(path):
+        if path is None or not self._effects.is_active or self.is_ignored(path) or self.is_own(path):
             return False
         return self._effects.is_of_script(sys._getframe(1))
 
@@ -112,10 +124,13 @@ class FileEffects:
         """Return the name of a path that ranks compare. Hosts may start the script in different folders."""
         if self.is_own(path):
             return "a temporary file"
+        if self._effects.is_of_library():  # it may name a file by its process or its clock; rank 0's name counts
+            path = os.path.dirname(path)
         return os.path.relpath(path, self._start) if f"{path}{os.sep}".startswith(self._start + os.sep) else path
 
-    def _is_ignored(self, path: str) -> bool:
-        return path.startswith(self._ignored) or path.endswith((".lock", ".pyc")) or f"{os.sep}__pycache__" in path
+    def is_ignored(self, path: str) -> bool:
+        """Return whether changes of a path are nobody's effects."""
+        return path.startswith(self._ignored) or path.endswith(".pyc") or f"{os.sep}__pycache__" in path
 
     # -- opening
 
@@ -191,9 +206,9 @@ class FileEffects:
             ways: How rank 0 opens it, and how the others do with an opener.
         """
         effects = self._effects
-        known = self._find_opened(path)
+        known = self.find_opened(path)
         if known is None and path in self._unfinished:
-            self._finish()
+            self.finish()
         reader = self._readers.get(path)
         if reader is not None and not reader.closed:
             kept = True  # it will read what is written
@@ -206,7 +221,7 @@ class FileEffects:
         def act() -> int:
             made.append(ways[0]())
             descriptor = made[0] if isinstance(made[0], int) else made[0].fileno()
-            return os.fstat(descriptor).st_size
+            return FSTAT(descriptor).st_size
 
         def opener(_: str, wanted: int) -> int:
             access = wanted & (os.O_ACCMODE | os.O_APPEND | os.O_TRUNC)
@@ -227,14 +242,14 @@ class FileEffects:
         opened.keeps_data = kept if known is None else known.keeps_data
         if reader is not None and not reader.closed and not effects.is_first:
             follow(reader, opened)
-        self._register(path, opened)
+        self.register(path, opened)
         return file
 
-    def _register(self, path: str, opened: OpenFile) -> None:
+    def register(self, path: str, opened: OpenFile) -> None:
         """Note a file that is open to write."""
         for each, others in list(self._opened.items()):  # a closed file may have had the same descriptor
             others[:] = [old for old in others if old.descriptor != opened.descriptor]
-            self._find_opened(each)
+            self.find_opened(each)
         self._opened.setdefault(path, []).append(opened)
         self.note_change(path)
 
@@ -247,7 +262,7 @@ class FileEffects:
 
     # -- reading
 
-    def _find_opened(self, path: str) -> OpenFile | None:
+    def find_opened(self, path: str) -> OpenFile | None:
         """Return a file that the script has open to write."""
         known = self._opened.get(path)
         if known is None:
@@ -259,6 +274,10 @@ class FileEffects:
             return None
         return known[0]
 
+    def find_open(self, descriptor: int) -> str | None:
+        """Return the path of a file that the script has open to write, by its descriptor."""
+        return next((p for p, each in self._opened.items() if any(o.descriptor == descriptor for o in each)), None)
+
     def _prepare_read(self, path: str | None, *, content: bool = True) -> OpenFile | None:
         """Make what the script has written to a path readable. Return the file if it is open.
 
@@ -268,10 +287,10 @@ class FileEffects:
         """
         if path is None or not (self._opened or self._unfinished) or not self._effects.can_meet:
             return None
-        opened = self._find_opened(path)
+        opened = self.find_opened(path)
         if opened is None:
             if path in self._unfinished or self._has_unfinished(path):
-                self._finish()
+                self.finish()
             return None
         if content and not opened.keeps_data:
             data = self._effects.once(f"read {self.describe(path)}, which is open to write", opened.read_all)
@@ -298,7 +317,7 @@ class FileEffects:
         assert path is not None
 
         def read() -> bytes:
-            return b"" if may_lack and not os.path.exists(path) else read_whole(IO_OPEN, given)
+            return b"" if may_lack and not os.path.isfile(path) else read_whole(IO_OPEN, given)
 
         data = self._effects.once(f"read {self.describe(path)}", read)
         if self._effects.is_first:
@@ -309,9 +328,11 @@ class FileEffects:
             file.flush()
             yield f"/dev/fd/{file.fileno()}"
 
-    def note_change(self, path: str) -> None:
-        """Note that the script changes a file by other means than Python's files."""
+    def note_change(self, path: str, *, is_tree: bool = False) -> None:
+        """Note that the script changes a file by other means than Python's files, or what a folder contains."""
         self._changed.update((path, os.path.dirname(path)))
+        if is_tree:
+            self._trees.add(path)
 
     def _is_distant(self, path: str | None) -> bool:
         """Return whether ranks on other hosts than rank 0's must get something from it."""
@@ -324,19 +345,19 @@ class FileEffects:
         """Return whether files in a folder have been closed since the ranks last met."""
         for path in list(self._opened):
             if os.path.dirname(path) == folder:
-                self._find_opened(path)
+                self.find_opened(path)
         return any(os.path.dirname(path) == folder for path in self._unfinished)
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
         """Let the ranks meet if rank 0 may not have closed a file that this rank has closed."""
         for path in list(self._opened):
-            self._find_opened(path)
+            self.find_opened(path)
         if self._unfinished and self._effects.is_active:
             self._effects.meet("what the script has written")
 
     def _forget_finished(self) -> None:
         for path in list(self._opened):
-            self._find_opened(path)
+            self.find_opened(path)
         self._unfinished.clear()
 
     def _read_of(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -352,7 +373,8 @@ class FileEffects:
             where = self.find_path(path, kwargs.get("dir_fd"))
             opened = self._prepare_read(where, content=False)
             if opened is not None and is_status and not self._effects.is_first:
-                return os.fstat(opened.descriptor)
+                with self._effects.alone():
+                    return os.stat(opened.path)
             if opened is not None or not self._is_distant(where):
                 return function(path, *args, **kwargs)
             assert where is not None
@@ -362,6 +384,26 @@ class FileEffects:
             return make_result(name, shared, path)
 
         return read
+
+    def _read_descriptor(self, descriptor: int) -> os.stat_result:
+        """Return the status of a descriptor, as `os.fstat` does. A private file has no name, but the script's has."""
+        status = FSTAT(descriptor)
+        if status.st_nlink or self._effects.is_first or self.find_open(descriptor) is None:
+            return status
+        visible, others = describe_status(status)
+        return make_status([[*visible[:3], 1, *visible[4:]], others])
+
+    def _lock_of(self, function: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that locks a file of the script on rank 0, for all ranks."""
+
+        def lock(file: Any, *args: Any) -> None:
+            path = self.find_open(file if isinstance(file, int) else file.fileno()) if self._effects.is_active else None
+            if path is None:
+                function(file, *args)
+            else:
+                self._effects.once(f"lock {self.describe(path)}", lambda: function(file, *args))
+
+        return lock
 
     def _chdir_of(self, function: Callable[[Any], None]) -> Callable[[Any], None]:
         """Return `os.chdir`, which can go to a folder that only rank 0's host has: the others make an empty one."""
@@ -413,9 +455,7 @@ class FileEffects:
     def _follow(self, name: str, paths: Sequence[str]) -> None:
         """Note what has changed, and let the private files follow a file that has been renamed or removed."""
         for path in paths:
-            self.note_change(path)
-        if name in TREES:
-            self._trees.update(paths)
+            self.note_change(path, is_tree=name in TREES)
         if name in ("rename", "replace", "renames", "move") and len(paths) == 2:
             source, target = paths
             if self.is_own(source) and not self._effects.is_first:

@@ -1,10 +1,9 @@
-"""Libraries that write by other means than Python's files: `torch.save`, safetensors, TensorBoard, wandb and SQLite.
+"""Libraries that write what may be logical: `torch.save`, safetensors, TensorBoard and wandb. See also `library_files`.
 
 Values that they write may be logical tensors, whose reads are collective. So every rank makes each call, and only the
 last step, onto the disk or the network, is rank 0's.
 """
 
-import atexit
 import contextlib
 import functools
 import os
@@ -12,35 +11,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
-from rankless.plain_script.effects import Effects, replace_everywhere
+from rankless.plain_script.effects import Effects, replace_everywhere, take_whole_values
 from rankless.plain_script.file_effects import FileEffects
+from rankless.plain_script.silent_events import FURTHER_FILES, silence_events
 
 SAVING = {
-    "torch": (("serialization", "save", 1), ("jit", "save", 1)),
+    "torch": (("serialization", "save", 1), ("jit", "save", 1), ("jit.RecursiveScriptModule", "save", 1)),
     "safetensors.torch": (("", "save_file", 1),),
     "safetensors.numpy": (("", "save_file", 1),),
 }
 """By module: functions that write a file in C++ or Rust, and the place of its path among their arguments."""
-FURTHER_FILES = ("add_embedding", "add_hparams")
-"""These methods of a `SummaryWriter` write files beside the events."""
-
-
-class SilentEventWriter:
-    """Takes the place of the writer of event files behind a `SummaryWriter`, and writes nothing."""
-
-    def __init__(self, log_dir: str) -> None:
-        self._log_dir = log_dir
-
-    def get_logdir(self) -> str:
-        """Return the folder in which rank 0 writes."""
-        return self._log_dir
-
-    def _do_nothing(self, *_arguments: Any, **_keywords: Any) -> None:
-        return
-
-    add_event = add_summary = add_graph = add_onnx_graph = flush = close = reopen = _do_nothing
 
 
 class LibraryWriters:
@@ -58,14 +41,13 @@ class LibraryWriters:
             **{name: functools.partial(self._patch_saving, name) for name in SAVING},
             "torch.utils.tensorboard.writer": self._patch_tensorboard,
             "wandb": self._patch_wandb,
-            "sqlite3": self._patch_sqlite,
             "numpy.random": self._patch_numpy,
         }
         """By the name of a module: what to do when the script has imported it."""
 
     def _patch_saving(self, name: str, module: Any) -> None:
         for inner, function, place in SAVING[name]:
-            owner = getattr(module, inner) if inner else module
+            owner = attrgetter(inner)(module) if inner else module
             saved = self._saving(vars(owner)[function], place)
             replace_everywhere([(owner, function, saved)])
             if vars(module).get(function) is saved.__wrapped__:  # type: ignore[attr-defined]  # functools.wraps sets it
@@ -92,7 +74,7 @@ class LibraryWriters:
                     kwargs[named] = target
                 else:
                     args = (*args[:place], target, *args[place + 1 :])
-                return self._finish_together(lambda: save(*args, **kwargs))
+                return self._effects.finish_together(lambda: save(*args, **kwargs))
 
         return save_once
 
@@ -112,39 +94,10 @@ class LibraryWriters:
                 with self._effects.alone():
                     shutil.rmtree(folder)
 
-    def _finish_together(self, work: Callable[[], Any]) -> Any:
-        """Return what work on all ranks returns here, once rank 0's is done. Raise its error, or else this rank's."""
-        errors: list[Exception] = []
-        result = None
-        try:
-            with self._effects.alone():
-                result = work()
-        except Exception as error:
-            errors.append(error)
-
-        def raise_error() -> None:
-            if errors:
-                raise errors[0]
-
-        if self._effects.can_meet:
-            self._effects.share(raise_error)
-        raise_error()
-        return result
-
     def _patch_tensorboard(self, module: Any) -> None:
         """Let rank 0 alone write events."""
         writer = module.SummaryWriter
-        own_file_writer = writer._get_file_writer
-
-        def get_file_writer(self_writer: Any) -> Any:
-            if self._effects.is_first:
-                return own_file_writer(self_writer)
-            if self_writer.all_writers is None or self_writer.file_writer is None:
-                self_writer.file_writer = SilentEventWriter(str(self_writer.log_dir))
-                self_writer.all_writers = {self_writer.file_writer.get_logdir(): self_writer.file_writer}
-            return self_writer.file_writer
-
-        writer._get_file_writer = get_file_writer
+        silence_events(writer, lambda _: not self._effects.is_first)
         for name, method in list(vars(writer).items()):
             if name.startswith("add_") or name in ("__init__", "flush", "close"):
                 setattr(writer, name, self._event_method(name, method))
@@ -163,7 +116,7 @@ class LibraryWriters:
                 with effects.alone():
                     return None if name in FURTHER_FILES and not effects.is_first else method(writer, *args, **kwargs)
             effects.meet(f"SummaryWriter.{name}")
-            result = self._finish_together(lambda: method(writer, *args, **kwargs))
+            result = self._effects.finish_together(lambda: method(writer, *args, **kwargs))
             if name == "__init__":
                 writer.log_dir = effects.share(lambda: str(writer.log_dir)) if effects.can_meet else writer.log_dir
             return result
@@ -182,7 +135,7 @@ class LibraryWriters:
             if not self._effects.is_first:
                 kwargs["mode"] = "disabled"
             self._effects.meet("wandb.init")
-            run = self._finish_together(lambda: start(*args, **kwargs))
+            run = self._effects.finish_together(lambda: start(*args, **kwargs))
             type(run).log = with_whole_values(type(run).log)
             module.log = run.log  # as `wandb.init` does
             return run
@@ -194,41 +147,6 @@ class LibraryWriters:
         openers = getattr(sys.modules.get("numpy.lib._datasource"), "_file_openers", None)
         if openers is not None:
             openers._file_openers[None] = self._files.open
-
-    def _patch_sqlite(self, module: Any) -> None:
-        """Let other ranks than 0 work on a copy of a database."""
-        connect = module.connect
-
-        @functools.wraps(connect)
-        def connect_once(database: Any, *args: Any, **kwargs: Any) -> Any:
-            path = None if database == ":memory:" or not self._effects.is_active else self._files.find_path(database)
-            if not self._files.is_shared(path) or not self._effects.can_meet:
-                return connect(database, *args, **kwargs)
-            assert path is not None
-            what = f"sqlite3.connect of {self._files.describe(path)}"
-            self._effects.meet(what)
-            with self._files.find_source(path, path, may_lack=True) as source, self._effects.alone():
-                if not self._effects.is_first:
-                    folder = tempfile.mkdtemp()
-                    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                    database = os.path.join(folder, os.path.basename(path))
-                    if os.path.exists(source or path):
-                        shutil.copyfile(source or path, database)
-            self._files.note_change(path)
-            self._effects.meet(what)
-            return self._finish_together(lambda: connect(database, *args, **kwargs))
-
-        replace_everywhere([(module, "connect", connect_once)])
-
-
-def take_whole_values(values: Any) -> Any:
-    """Return the arguments of a call with whole tensors in place of logical ones. Collective if there are any."""
-    if isinstance(values, dict):
-        return {key: take_whole_values(value) for key, value in values.items()}
-    if type(values) in (list, tuple):
-        return type(values)(map(take_whole_values, values))
-    logical = getattr(sys.modules.get("rankless.logical.tensor"), "DividedTensor", ())  # nothing here imports torch
-    return values.whole().detach() if isinstance(values, logical) else values
 
 
 def with_whole_values(log: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,6 +7,7 @@ from typing import Any
 from rankless.plain_script.effects import EffectRanks, Effects
 from rankless.plain_script.equal_sources import EqualSources
 from rankless.plain_script.file_effects import FileEffects
+from rankless.plain_script.library_files import LibraryFiles
 from rankless.plain_script.library_writers import LibraryWriters
 from rankless.plain_script.process_effects import ProcessEffects
 
@@ -20,13 +21,22 @@ class Outside:
         seed: The seed of the run.
         ignored: Beginnings of paths whose changes are nobody's effects.
         has_hosts: Whether the ranks are on several hosts.
+        notify: Tells the user.
     """
 
     def __init__(
-        self, rank: int, join: Callable[[], EffectRanks], *, seed: int, ignored: Sequence[str], has_hosts: bool
+        self,
+        rank: int,
+        join: Callable[[], EffectRanks],
+        notify: Callable[[str], None],
+        *,
+        seed: int,
+        ignored: Sequence[str],
+        has_hosts: bool,
     ) -> None:
         self.effects = Effects(rank, join)
         self._files = FileEffects(self.effects, ignored, seed=seed, has_hosts=has_hosts)
+        self._library_files = LibraryFiles(self.effects, self._files, notify)
         self._processes = ProcessEffects(self.effects)
         self._sources = EqualSources(self.effects, seed)
         self._patches = self._list_patches()
@@ -44,17 +54,16 @@ class Outside:
             change(module)
 
     def _list_patches(self) -> dict[str, Sequence[Callable[[Any], None]]]:
-        writers: dict[str, Sequence[Callable[[Any], None]]]
-        writers = {name: [patch] for name, patch in LibraryWriters(self.effects, self._files).patches.items()}
-        return writers | {
-            "torch": [*writers["torch"], self._sources.watch_torch],
-            "numpy.random": [*writers["numpy.random"], self._sources.watch_numpy],
-        }
+        sources = {"torch": self._sources.watch_torch, "numpy.random": self._sources.watch_numpy}
+        patches = (LibraryWriters(self.effects, self._files).patches, self._library_files.patches, sources)
+        names = {name for each in patches for name in each}
+        return {name: [each[name] for each in patches if name in each] for name in names}
 
     def install(self, *, shares_input: bool) -> None:
         """Replace Python's functions until this process ends, and standard input if ranks share it."""
         self._sources.install()
         self._files.install()
+        self._library_files.install()
         self._processes.install(shares_input=shares_input)
 
     def finish(self) -> None:

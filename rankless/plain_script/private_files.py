@@ -19,6 +19,7 @@ FILE_MODES = {
     "a": os.O_CREAT | os.O_APPEND,
 }
 IO_OPEN = io.open
+FSTAT = os.fstat
 OS_OPEN = os.open
 NEW_FILE = tempfile.TemporaryFile
 
@@ -34,14 +35,14 @@ class OpenFile:
     def __init__(self, descriptor: int, *, keeps_data: bool) -> None:
         self.descriptor = descriptor
         self.keeps_data = keeps_data
-        status = os.fstat(descriptor)
+        status = FSTAT(descriptor)
         self._identity = status.st_dev, status.st_ino
 
     @property
     def is_open(self) -> bool:
         """Whether the script has not closed it."""
         try:
-            status = os.fstat(self.descriptor)
+            status = FSTAT(self.descriptor)
         except OSError:
             return False
         return (status.st_dev, status.st_ino) == self._identity
@@ -80,7 +81,7 @@ class HollowFile(io.FileIO):
             return super().write(data)
         count = memoryview(data).nbytes
         end = os.lseek(self.fileno(), 0, os.SEEK_END if self._appends else os.SEEK_CUR) + count
-        if end > os.fstat(self.fileno()).st_size:
+        if end > FSTAT(self.fileno()).st_size:
             os.ftruncate(self.fileno(), end)
         os.lseek(self.fileno(), end, os.SEEK_SET)
         return count

@@ -115,6 +115,7 @@ class WorkerProcess:
             self._outside = importlib.import_module("rankless.plain_script.outside").Outside(
                 config.rank,
                 self._join_ranks,
+                self._notify,
                 seed=config.seed or 0,
                 ignored=list_ignored(config),
                 has_hosts=config.host_count > 1,

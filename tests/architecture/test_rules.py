@@ -76,7 +76,6 @@ BROAD_EXCEPTS = {
     "rankless/launch/spawn_function.py": "the workers are ended, and the error is raised again",
     "rankless/extensions/servers/service/table_requests.py": "a step that fails half-way is refused to all workers",
     "rankless/plain_script/effects.py": "the other ranks raise it too, and it is raised again",
-    "rankless/plain_script/library_writers.py": "likewise",
     "rankless/runtime/worker_recovery.py": "it is raised again unless the agent says that a worker is lost",
     "rankless/runtime/preload.py": "a preloaded module is foreign code; the workers import it themselves",
     "rankless/runtime/spawned_function.py": "the function's error travels to the process that called spawn",

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from library_cases import CASES, is_installed
 from support.jobs import job_environment
 from support.warm_runs import rankless, run_script
 
@@ -99,3 +100,66 @@ def test_rank_0_alone_has_a_run_of_wandb(tmp_path):
     (written,) = (tmp_path / "wandb_run").iterdir()
     assert written.read_text() == "{'mean': 3.0} 0\n{'sum': 21.0} None\n{'mean': 10.0} 1\n{'sum': 70.0} None\n"
     assert (tmp_path / "after.txt").read_text() == "done"
+
+
+LIBRARIES = Path(__file__).with_name("library_cases.py")
+Written = tuple[dict[str, bytes], list[str]]
+
+
+def read_case(written: Written, case: str) -> tuple[dict[str, bytes], list[str]]:
+    files, lines = written
+    names = {name: data for name, data in files.items() if name.partition("/")[0] == case}
+    return names, [line for line in lines if line.startswith(f"{case} ")]
+
+
+def read_written(folder: Path, output: str) -> Written:
+    files = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return files, output.splitlines()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    folder = tmp_path_factory.mktemp("plain")
+    command, environment = [sys.executable, str(LIBRARIES)], job_environment({"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    return read_written(folder, done.stdout)
+
+
+@pytest.fixture(scope="module", params=[("2", "none"), ("2", "0"), ("3", "1")], ids=["equal", "slow 0", "slow 1 of 3"])
+def logical(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    workers, slow = request.param
+    folder, logs = tmp_path_factory.mktemp("logical"), tmp_path_factory.mktemp("log")
+    options = ("--logical", "-n", workers, "--log-dir", str(logs), "--preload", "slow_rank")
+    path = os.pathsep.join(filter(None, [str(LIBRARIES.parent), os.environ.get("PYTHONPATH", "")]))
+    done = rankless("run", *options, str(LIBRARIES), folder=folder, PYTHONPATH=path, SLOW_RANK=slow)
+    assert done.returncode == 0, done.stderr
+    assert "every rank writes" not in done.stderr
+    return read_written(folder, done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_a_library_leaves_and_returns_what_it_does_in_plain_python(case, plain, logical):
+    if not is_installed(case):
+        pytest.skip("the library is not installed")
+    found = read_case(logical, case.__name__)
+    assert found[1], "the case prints what it returns"
+    assert found == read_case(plain, case.__name__)
+
+
+UNKNOWN = """
+import ctypes
+open("first.txt", "w").close()
+ctypes.CDLL(None).fopen(b"unknown.bin", b"w")
+import time
+time.sleep(1.1)
+open("a.txt", "w").close()
+"""
+
+
+@pytest.mark.slow
+def test_a_notice_names_a_file_that_an_unknown_library_has_open_on_every_rank(tmp_path):
+    done = run_script(UNKNOWN, "--logical", "-n", "2", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"every rank writes {tmp_path / 'unknown.bin'}, by a library that Rankless does not know" in done.stderr
+    assert "a.txt" not in done.stderr

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import Any
 
 from rankless.config.worker_config import WorkerConfig
+from rankless.plain_script.silent_events import FURTHER_FILES, silence_events
 from rankless.records.events import FileOpened
 from rankless.user_code import display_name, is_library, script_line
 
@@ -32,8 +33,6 @@ _OWN = os.O_EXCL | os.O_DIRECTORY
 _MAX_FILES = 1000
 _DEVICES = ("/dev/", "/proc/", "/sys/")
 TENSORBOARD_WRITER = "torch.utils.tensorboard.writer"
-_ADD_FILES = ("add_embedding", "add_hparams")
-"""These methods of a `SummaryWriter` write further files, beside the events."""
 
 
 def list_ignored(config: WorkerConfig) -> tuple[str, ...]:
@@ -114,29 +113,13 @@ class FileWriteMonitor:
         return ""
 
 
-class SilentFileWriter:
-    """Takes the place of the file writer behind a `SummaryWriter`, and writes nothing."""
-
-    def __init__(self, log_dir: str) -> None:
-        self._log_dir = log_dir
-
-    def get_logdir(self) -> str:
-        """Return the folder in which rank 0 writes."""
-        return self._log_dir
-
-    def _do_nothing(self, *_arguments: Any, **_keywords: Any) -> None:
-        return
-
-    add_event = add_summary = add_graph = add_onnx_graph = flush = close = reopen = _do_nothing
-
-
 def silence_writers(module: Any, *, rank: int, notify: Callable[[str], None]) -> None:
     """Patch `SummaryWriter` of `torch.utils.tensorboard.writer` on a rank that is not 0.
 
     Calls `notify` at the first writer that writes nothing.
     """
     writer = module.SummaryWriter
-    own_init, own_file_writer = writer.__init__, writer._get_file_writer
+    own_init = writer.__init__
     notices = [notify]
 
     @functools.wraps(own_init)
@@ -150,17 +133,9 @@ def silence_writers(module: Any, *, rank: int, notify: Callable[[str], None]) ->
             )
         own_init(self, log_dir, comment, *arguments, **keywords)
 
-    @functools.wraps(own_file_writer)
-    def get_file_writer(self: Any) -> Any:
-        if not self._rankless_is_silent:
-            return own_file_writer(self)
-        if self.all_writers is None or self.file_writer is None:
-            self.file_writer = SilentFileWriter(str(self.log_dir))
-            self.all_writers = {self.file_writer.get_logdir(): self.file_writer}
-        return self.file_writer
-
-    writer.__init__, writer._get_file_writer = init, get_file_writer
-    for name in _ADD_FILES:
+    writer.__init__ = init
+    silence_events(writer, lambda own: own._rankless_is_silent)
+    for name in FURTHER_FILES:
         setattr(writer, name, _unless_silent(getattr(writer, name)))
 
 
