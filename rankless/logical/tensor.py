@@ -21,7 +21,7 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical.agreement import RankAgreement
 from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
-from rankless.logical.gathered_values import GatheredValue, GatheredValues, get_version
+from rankless.logical.gathered_wholes import GatheredWhole, GatheredWholes, get_version
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.observation import OBSERVERS, READ, MoveReason, name_function, send_call
 from rankless.logical.plan_cache import ObservedPlans, PlanCache
@@ -50,7 +50,7 @@ class LogicalView:
         self.notify = notify
         self.agreement = RankAgreement(mesh)
         self.plans = (ObservedPlans if OBSERVERS else PlanCache)(mesh, notify)
-        self.wholes = GatheredValues()
+        self.wholes = GatheredWholes()
         self.batch_rows = 0
         """The number of rows of the present batch; 0 if there is none."""
         self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
@@ -126,7 +126,7 @@ class DividedTensor(Tensor):
 
     local: Tensor
     divided_as: DividedLayout
-    _whole: tuple[Tensor, GatheredValue] | None
+    _whole: tuple[Tensor, GatheredWhole] | None
     """The whole value, and what is known of it."""
 
     @staticmethod
@@ -164,7 +164,7 @@ class DividedTensor(Tensor):
         needs_gradient = self.local.requires_grad and torch.is_grad_enabled()
         if self._whole is None or (needs_gradient and not self._whole[0].requires_grad):
             self.ranks.agreement.check(f"the whole value of a tensor {list(self.logical_shape)} of {self.dtype}")
-            known = GatheredValue(self.local, self.ranks.axis, self.logical_shape, self.placement)
+            known = GatheredWhole(self.local, self.ranks.axis, self.logical_shape, self.placement)
             self._whole = known.gather(reason), known
             self.ranks.wholes.add(known, self.local)
         return self._whole[0]

@@ -29,7 +29,7 @@ STALE = -2
 """The version of a part that has changed unnoticed."""
 
 
-class GatheredValue:
+class GatheredWhole:
     """The whole value of a part, and what is known of both.
 
     Args:
@@ -121,27 +121,27 @@ class GatheredValue:
         self._note_versions(value)
 
 
-class GatheredValues:
+class GatheredWholes:
     """The whole values that a rank keeps, by the memory of their parts."""
 
     def __init__(self) -> None:
-        self._by_memory: dict[int, list[ref[GatheredValue]]] = {}
+        self._by_memory: dict[int, list[ref[GatheredWhole]]] = {}
         self.has_views = False
         """Whether one of them has views."""
 
-    def add(self, whole: GatheredValue, part: Tensor) -> None:
+    def add(self, whole: GatheredWhole, part: Tensor) -> None:
         """Know a whole value as long as another object keeps it."""
         key = find_memory(part)
         self._by_memory.setdefault(key, []).append(ref(whole, lambda gone: self._remove(key, gone)))
 
-    def _remove(self, key: int, gone: "ref[GatheredValue]") -> None:
+    def _remove(self, key: int, gone: "ref[GatheredWhole]") -> None:
         found = self._by_memory[key]
         found.remove(gone)
         if not found:
             del self._by_memory[key]
         self.has_views = self.has_views and bool(self._by_memory)
 
-    def note_views(self, whole: GatheredValue, value: Tensor) -> None:
+    def note_views(self, whole: GatheredWhole, value: Tensor) -> None:
         """Note that the script has views of a value, which keep it."""
         whole.has_views = self.has_views = True
         value.gathered = whole  # type: ignore[attr-defined]
@@ -155,13 +155,13 @@ class GatheredValues:
         if found:
             self.note_change(part, besides=found[0][0] if len(found) == 1 else None)
 
-    def note_change(self, part: Tensor, *, besides: GatheredValue | None = None) -> None:
+    def note_change(self, part: Tensor, *, besides: GatheredWhole | None = None) -> None:
         """Note that a part has changed in place. Collective if whole values that share its memory have views."""
         for whole in self._find(part):
             if whole is not besides:
                 whole.note_change()
 
-    def _find(self, part: Tensor) -> Iterator[GatheredValue]:
+    def _find(self, part: Tensor) -> Iterator[GatheredWhole]:
         for reference in list(self._by_memory.get(find_memory(part), ())):
             whole = reference()
             if whole is not None:
