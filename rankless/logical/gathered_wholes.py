@@ -79,16 +79,22 @@ class GatheredWhole:
         return get_version(self._part) != self._version_of_part
 
     def find_changed_part(self) -> Tensor | None:
-        """Return the part of the value if the script has changed the value in place; None if it has not."""
+        """Return the part of the value if the script has changed the value in place; None if it has not.
+
+        Collective if the part itself has changed unnoticed, as autograd adds to a gradient.
+        """
         value = self._value()
         if value is None or tuple(value.shape) != self._shape:
             return None
+        is_new = value._version != self._version
+        if not is_new and self.has_views and self.is_stale:
+            self.note_change()
+        if not is_new and not self.has_views:
+            return None
         with torch.set_grad_enabled(value.requires_grad and not self._part.is_leaf):
             part = self._find_part(value)
-        if value._version == self._version:
-            pair = (part.detach(), self._part.detach()) if self.has_views else ()
-            if not pair or torch.equal(*map(torch.nan_to_num, pair)):
-                return None
+        if not is_new and torch.equal(*(torch.nan_to_num(each.detach()) for each in (part, self._part))):
+            return None
         return part
 
     def change_part(self, changed: Tensor, before: Tensor | None) -> None:

@@ -80,6 +80,15 @@ SHOWN_BY = {
     ),
     "It counts calls": "cli/test_plan_of_loops.py::test_the_table_of_a_step_fits_any_width_and_cuts_nothing_off",
     "A loop whose gradients": "cli/test_plan_of_loops.py::test_a_loop_without_backward_runs_to_its_end",
+    "`torch.compile(model)`": "::test_a_compiled_model_runs_uncompiled_in_the_logical_view",
+    "Two plain views": "::test_when_plain_views_of_a_batch_see_changes",
+    "So does `x.grad[0]`": "::test_when_plain_views_of_a_batch_see_changes",
+    "A library in C": (
+        "plain_script/test_library_writers.py::test_a_notice_names_a_file_that_an_unknown_library_has_open_on_every_rank"
+    ),
+    "For files that stay": (
+        "plain_script/test_library_writers.py::test_a_notice_names_a_file_that_an_unknown_library_has_open_on_every_rank"
+    ),
     "A thread of": "::test_threads_do_not_take_part_in_the_logical_view",
     "A `DataLoader` in": "::test_threads_do_not_take_part_in_the_logical_view",
     "`DistributedDataParallel`": (
@@ -329,6 +338,47 @@ def test_what_the_logical_view_does_not_divide():
         assert shapes == [(6, 4)] * 3
         named = [re.search(r": (\S+) runs on the whole batch on every rank", notice) for notice in notices]
         assert [each and each[1] for each in named] == ["Rounded", "torch.sin", "torch.histc"]
+
+
+def run_compiled_model(mesh: Mesh) -> tuple[int, float]:
+    """Return how often a compiler was called, and what the model returns."""
+    compiled = []
+
+    def compile_graph(graph, _):
+        compiled.append(graph)
+        return graph
+
+    view = LogicalView(mesh, lambda _: None)
+    with LogicalBackward(view).install():
+        model = torch.compile(nn.Linear(4, 6), backend=compile_graph)
+        return len(compiled), float(model(divide_batch(torch.zeros(8, 4), view, rows=8)).shape[1])
+
+
+def test_a_compiled_model_runs_uncompiled_in_the_logical_view():
+    assert on_mesh(2, run_compiled_model) == [(0, 6.0)] * 2
+
+
+def change_views(mesh: Mesh) -> list[list[float]]:
+    view = LogicalView(mesh, lambda _: None)
+    with LogicalBackward(view).install():
+        x = divide_batch(torch.ones(8, 4), view, rows=8)
+        row, number = x[0], x.view(-1)[0]
+        number.fill_(5)
+        before = row.tolist()
+        x.sum()
+        leaf = divide_batch(torch.ones(8, 4), view, rows=8).requires_grad_()
+        leaf.sum().backward()
+        gradient = leaf.grad[0]
+        leaf.sum().backward()
+        early = gradient.tolist()
+        summed = leaf.grad.tolist()[0]
+        return [before, row.tolist(), early, gradient.tolist(), summed]
+
+
+def test_when_plain_views_of_a_batch_see_changes():
+    for before, after, early, late, summed in on_mesh(2, change_views):
+        assert (before, after) == ([1.0] * 4, [5.0, 1.0, 1.0, 1.0])
+        assert (early, late, summed) == ([1.0] * 4, [2.0] * 4, [2.0] * 4)
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -139,6 +139,17 @@ def retain(batch: Tensor) -> Any:
     return first, values.grad
 
 
+def view_gradients(batch: Tensor) -> Any:
+    leaf = take_copy(batch).requires_grad_()
+    leaf.square().sum().backward()
+    row = leaf.grad[0]
+    leaf.square().sum().backward()
+    summed = leaf.grad * 1
+    row.zero_()
+    leaf.grad.add_(1)
+    return summed, leaf.grad, row
+
+
 def make_parameters(batch: Tensor) -> Any:
     """Make parameters of the batch: they are plain, and whole on all ranks."""
     rows, means = nn.Parameter(take_copy(batch)), nn.Parameter(batch.detach().mean(0))
@@ -183,6 +194,7 @@ ALIASES: dict[str, Case] = {
     "gradients of changed rows": keep_gradients_of_changed_rows,
     "adversarial": make_adversarial,
     "retained": retain,
+    "views of gradients": view_gradients,
     "parameters of the batch": make_parameters,
     "memory of a parameter": share_memory_with_a_parameter,
     "assigned slices": assign_slices,

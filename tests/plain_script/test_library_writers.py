@@ -150,7 +150,12 @@ def test_a_library_leaves_and_returns_what_it_does_in_plain_python(case, plain, 
 UNKNOWN = """
 import ctypes
 open("first.txt", "w").close()
-ctypes.CDLL(None).fopen(b"unknown.bin", b"w")
+import io
+library = ctypes.CDLL(None)
+library.fopen.restype, library.fclose.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+library.fopen(b"unknown.bin", b"w")
+library.fclose(library.fopen(b"closed.bin", b"w"))
+io.FileIO("both.txt", "a").write(b"1")
 import time
 time.sleep(1.1)
 open("a.txt", "w").close()
@@ -163,3 +168,6 @@ def test_a_notice_names_a_file_that_an_unknown_library_has_open_on_every_rank(tm
     assert done.returncode == 0, done.stderr
     assert f"every rank writes {tmp_path / 'unknown.bin'}, by a library that Rankless does not know" in done.stderr
     assert "a.txt" not in done.stderr
+    assert "closed.bin" not in done.stderr
+    assert (tmp_path / "closed.bin").exists()
+    assert (tmp_path / "both.txt").read_text() == "11"
