@@ -91,7 +91,7 @@ class GatheredWhole:
             self.note_change()
         if not is_new and not self.has_views:
             return None
-        with torch.set_grad_enabled(value.requires_grad and not self._part.is_leaf):
+        with torch.set_grad_enabled(self._needs_gradient(value)):
             part = self._find_part(value)
         if not is_new and torch.equal(*(torch.nan_to_num(each.detach()) for each in (part, self._part))):
             return None
@@ -104,7 +104,7 @@ class GatheredWhole:
             changed: Its new values.
             before: Its old ones, if other changes of the same memory are under way: only what differs is written.
         """
-        with torch.set_grad_enabled(changed.requires_grad and not self._part.is_leaf):
+        with torch.set_grad_enabled(self._needs_gradient(changed)):
             self._part.copy_(changed if before is None else torch.where(changed != before, changed, self._part))
         value = self._value()
         if value is not None:
@@ -113,6 +113,10 @@ class GatheredWhole:
     def copy_part(self) -> Tensor:
         """Return a copy of this rank's part."""
         return self._part.detach().clone()
+
+    def _needs_gradient(self, changed: Tensor) -> bool:
+        """Return whether a change has gradients. Leaves that need some are changed without, as by an optimizer."""
+        return changed.requires_grad and not (self._part.requires_grad and self._part.is_leaf)
 
     def _find_part(self, value: Tensor) -> Tensor:
         return move_with_gradient(value, self._axis, self._shape, Replicate(), self._placement)

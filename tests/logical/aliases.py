@@ -175,7 +175,11 @@ def assign_slices(batch: Tensor) -> Any:
     values[1:3] = 0
     grown = torch.zeros(9, 5)
     grown[2:] = values
-    return values, grown, F.pad(values, (0, 0, 1, 1))
+    mixed = torch.zeros_like(batch.detach())
+    mask = batch.detach()[:, 0] > -5
+    mixed[mask] = values[mask] * 2
+    mixed[0] = values[3]
+    return values, grown, F.pad(values, (0, 0, 1, 1)), mixed
 
 
 def merge_columns(batch: Tensor) -> Any:
