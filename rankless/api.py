@@ -7,6 +7,7 @@ unit: the `timeout` of `loader` is `DataLoader`'s, and `rankless.collectives` ta
 
 import atexit
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +18,7 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
+from rankless.config.script_view import read_zero
 from rankless.context.once import call_in_one_process, call_once
 from rankless.context.world import World
 from rankless.data.generators import take_process_states
@@ -627,27 +629,44 @@ def loader(
     return Loader(dataset, options=options, world=lambda: _current_in_any_view().world, finish=finish)
 
 
-def logical() -> None:
+def logical(*, zero: ZeroLevel | None = None) -> None:
     """Let several workers run the script as one training: it sees one process, and its batches are divided.
 
     Call it at the top of a script of an ordinary loop, without jobs. `rankless run` reads the call in the source, and
     starts the script in the logical view. A late call therefore acts like an early one. On one process, and if it is
     called again, it does nothing.
 
+    Args:
+        zero: The training state to shard across the workers too, as `rankless run --zero` does: "optimizer" for the
+            optimizers' state, "gradients" also for gradients between backward and step. Default: what the command line
+            says, else none.
+
     Raises:
         ConfigError: Several workers run the script, and not in the logical view: `--separate` was given, or the mesh
-            has other axes than `data`, or another launcher has started them.
+            has other axes than `data`, or another launcher has started them. Or the logical view cannot shard what
+            `zero` names, or the command line names something else.
 
     Example:
         >>> rankless.logical()
     """
-    size = _current_in_any_view().world.workers.size
-    if size > 1 and find_view() is None:
+    importlib.import_module("torch")  # the view begins when the script imports it, which it may not have done yet
+    size, view = _current_in_any_view().world.workers.size, find_view()
+    level = None if zero is None else read_zero(zero)
+    if size > 1 and view is None:
         raise ConfigError(
             expected="a script that runs in the logical view, for which it asks",
             found=f"{size} workers, each of which runs a copy of it",
             fix="start it with `rankless run --logical`, which divides its batches between the workers",
         ).add_location(caller_line())
+    if view is None or level is None:
+        return
+    if view.zero not in (None, level):
+        raise ConfigError(
+            expected=f'rankless.logical(zero="{view.zero}"), as on the command line',
+            found=f'zero="{level}"',
+            fix="omit one of them",
+        ).add_location(caller_line())
+    view.zero = level
 
 
 def shard_batch(batch: Batch) -> Batch:

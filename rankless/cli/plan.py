@@ -165,6 +165,7 @@ def _make_config(arguments: argparse.Namespace, program: Program, request: RunRe
             progress=False,
             plan=plan,
             view=arguments.view,
+            zero=arguments.zero,
             observation=RunObservation(stop_after_steps=arguments.steps, programs=folder),
         ),
     )

@@ -65,6 +65,12 @@ def add_view_options(parser: argparse.ArgumentParser) -> None:
         const="separate",
         help="Run a copy of the script on each worker, which sees its rank. Default: for all other scripts.",
     )
+    parser.add_argument(
+        "--zero",
+        metavar="optimizer|gradients",
+        help="Shard the optimizer state, or also the gradients between backward and step, across the workers of a "
+        "script that knows no ranks (ZeRO stage 1 or 2). Default: every worker holds all of them.",
+    )
 
 
 def add_program_options(parser: argparse.ArgumentParser) -> None:

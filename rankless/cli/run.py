@@ -174,6 +174,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             warm=not arguments.no_warm,
             preload=tuple(arguments.preload),
             view=arguments.view,
+            zero=arguments.zero,
             progress=not (arguments.no_progress or arguments.quiet or arguments.debug_rank is not None),
             agent_output="quiet" if arguments.quiet else "summary",
             command=("rankless", NAME, *arguments.command_line),

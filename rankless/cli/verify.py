@@ -130,6 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
             against=arguments.against,
             is_foreign=view.is_logical,
             is_logical=view.is_logical,
+            zero=view.zero,
             run_job=make_job_runner(stack.enter_context(ForkServerPoolClient())),
         )
         comparison = ComparisonOptions(workers=workers, noise_runs=arguments.noise_runs, tolerance=arguments.tolerance)
@@ -182,6 +183,7 @@ def _read_request(arguments: argparse.Namespace, program: Program) -> tuple[Clus
         plan=read_plan_file(arguments, program, workers=workers),
         options=options,
         view=arguments.view,
+        zero=arguments.zero,
     )
     check_options(request, cluster)
     choose_run_mesh(request, cluster)

@@ -8,7 +8,7 @@ import msgspec
 from rankless.config.hosts import DEFAULT_PORT, Host
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
-from rankless.records.parallel_plan import PlannedAxis
+from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 
 ProgramKind = Literal["script", "module", "code", "command"]
 ShowChoice = Literal["first", "all"]
@@ -47,6 +47,8 @@ class ScriptView(NamedTuple):
     is_logical: bool = False
     reason: str = ""
     """Why, as in "train.py knows no ranks"; "" if the user need not read it."""
+    zero: ZeroLevel | None = None
+    """The training state that is sharded in the logical view."""
 
 
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,6 +174,7 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How many killed workers the run tolerates."""
     is_logical: bool = False
     """Whether the script runs in the logical view."""
+    zero: ZeroLevel | None = None
 
     @property
     def world_size(self) -> int:
@@ -306,6 +309,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     preload: tuple[str, ...] = ()
     """Modules that the fork server imports besides torch; RANKLESS_PRELOAD adds others."""
     view: ViewChoice = "separate"
+    zero: str | None = None
+    """The training state to shard in the logical view, as the user says it."""
     progress: bool = True
     agent_output: AgentOutput = "table"
     command: tuple[str, ...] = ()

@@ -10,12 +10,14 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from rankless.config.extensions import list_aliases
 from rankless.config.run_config import Program, ScriptView
 from rankless.config.script_source import SourceFile, own_files
+from rankless.errors import ConfigError
+from rankless.records.parallel_plan import ZeroLevel
 
 RANK_NAMES = frozenset(
     {
@@ -60,14 +62,34 @@ TORCH_REQUIREMENT = re.compile(
 )
 
 
+SHARDED: Mapping[ZeroLevel | None, str] = {
+    None: "batches",
+    "optimizer": "batches and optimizer state",
+    "gradients": "batches, gradients and optimizer state",
+}
+"""What the logical view divides, by `--zero`."""
+
+
 def describe_view(view: ScriptView, workers: int) -> str:
     """Return what was decided, why, and the other option, in a line."""
     if view.is_logical:
         return (
-            f"{view.reason}: one training, its batches divided between {workers} workers (--separate runs {workers} "
-            "copies)"
+            f"{view.reason}: one training, its {SHARDED[view.zero]} divided between {workers} workers (--separate runs "
+            f"{workers} copies)"
         )
     return f"{view.reason}: it runs as {workers} ranks (--logical divides the batches of one training)"
+
+
+def read_zero(text: str) -> ZeroLevel:
+    """Return what the logical view shards. Raises `ConfigError` for anything that it cannot shard."""
+    level = next((known for known in SHARDED if known == text), None)
+    if level is None:
+        raise ConfigError(
+            expected="zero as optimizer or gradients: a script that knows no ranks has whole parameters",
+            found=text,
+            fix='choose one of these; a job shards parameters too: @rankless.job(zero="parameters")',
+        )
+    return level
 
 
 class Use(NamedTuple):

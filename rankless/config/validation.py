@@ -17,9 +17,9 @@ from rankless.config.resource_limits import core_count
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, ScriptView, check_elastic
 from rankless.config.run_options import check_options, count_processes
 from rankless.config.script_source import names_rankless
-from rankless.config.script_view import decide_view
+from rankless.config.script_view import decide_view, read_zero
 from rankless.errors import ConfigError
-from rankless.records.parallel_plan import PlannedAxis
+from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 
 
 def make_run_config(program: Program, request: RunRequest) -> RunConfig:
@@ -63,18 +63,33 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
 
 def choose_view(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...], *, workers: int) -> ScriptView:
     """Return how the workers run the program. Raises `ConfigError` if the user asks for a view that it cannot have."""
-    if workers == 1 or request.view == "separate":
-        return ScriptView()
-    conflict = _find_view_conflict(program, request, mesh)
-    if request.view == "auto":
-        return decide_view(program) if conflict is None else ScriptView()
-    if conflict is not None:
+    view, conflict = ScriptView(), _find_view_conflict(program, request, mesh)
+    if workers > 1 and request.view == "logical":
+        if conflict is not None:
+            raise ConfigError(
+                expected="--logical with a Python program, whose workers all divide batches",
+                found=conflict,
+                fix="omit it, or omit --logical",
+            )
+        view = ScriptView(is_logical=True)
+    elif workers > 1 and request.view == "auto" and conflict is None:
+        view = decide_view(program)
+    if request.zero is None:
+        return view
+    return view._replace(zero=_choose_zero(request, view, conflict, workers=workers))
+
+
+def _choose_zero(request: RunRequest, view: ScriptView, conflict: str | None, *, workers: int) -> ZeroLevel | None:
+    """Return what `--zero` shards; None on one worker. Raises `ConfigError` if the run cannot shard it."""
+    level = read_zero(str(request.zero))
+    if workers > 1 and not view.is_logical:
+        reason = "--separate" if request.view == "separate" else conflict or view.reason
         raise ConfigError(
-            expected="--logical with a Python program, whose workers all divide batches",
-            found=conflict,
-            fix="omit it, or omit --logical",
+            expected="--zero with a script that knows no ranks, whose workers all divide batches",
+            found=reason or "a script that knows ranks",
+            fix="omit --zero; a job takes @rankless.job(zero=...), and --logical lets a script see one process",
         )
-    return ScriptView(is_logical=True)
+    return level if workers > 1 else None
 
 
 def _find_view_conflict(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...]) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import Backend, PlanFile, Precision, Program, RunObservation
-from rankless.records.parallel_plan import PlannedAxis
+from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +35,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     observation: RunObservation = RunObservation()
     is_logical: bool = False
     """Whether the script runs in the logical view: it knows no ranks, and its batches are divided."""
+    zero: ZeroLevel | None = None
+    """The training state that is sharded in the logical view."""
     progress: bool = True
     """Whether the worker sends progress records to the agent."""
     records_descriptor: int | None = None

@@ -20,12 +20,11 @@ from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.programs.pipelines import choose_copies, choose_owner, count_microbatches
 from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.extension_modules import list_extension_modules
-from rankless.ownership.parameter_with_shards import GATHER_BYTES
-from rankless.ownership.shard_layout import divide_evenly, group_in_order, is_dense, order_dims
+from rankless.ownership.shard_layout import GATHER_BYTES, assign, divide, give_to, group_in_order
 from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters, require_divisible
-from rankless.parallel.mesh import Mesh, MeshAxis, find_axis, find_pipeline_axis, list_layer_axes
+from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, list_layer_axes
 from rankless.parallel.plan import Plan
-from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
+from rankless.parallel.tensor_placement import Shard, Sharding
 from rankless.records.parallel_plan import JobPlan, PipelinePlan, StateDivision, StatePlan, ZeroLevel
 
 GROUPS = 32
@@ -381,50 +380,3 @@ def plan_state(
         optimizer_state=(*before, *after),
         offloaded=offload and division is not None,
     )
-
-
-def divide(parameter: Tensor, axis: MeshAxis, before: Sequence[StateDivision]) -> StateDivision | None:
-    """Return the division of a parameter; None for one that is too small, or that leaves gaps in its memory.
-
-    Args:
-        parameter: The parameter.
-        axis: The workers.
-        before: How other axes divide it first. Of what they leave, each worker gets rows.
-    """
-    shape, strides = list(parameter.shape), parameter.stride()
-    if axis.size == 1 or not is_dense(shape, strides):
-        return None
-    whole = list(shape)
-    for division in before:
-        own = [length for length in division.lengths if length]
-        if len(own) > 1:
-            shape[division.dim] = division.blocks * min(own)
-    found = divide_evenly(shape, order_dims(strides), axis.size)
-    if found is None:
-        return None
-    return StateDivision(axis=axis.name, dim=found[0], lengths=split_lengths(whole[found[0]], axis.size))
-
-
-def give_to(parameter: Tensor, axis: MeshAxis, owner: int) -> StateDivision | None:
-    """Return the division that gives a parameter to one worker; None for one without rows."""
-    if parameter.dim() == 0 or parameter.shape[0] == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
-        return None
-    lengths = tuple(parameter.shape[0] if worker == owner else 0 for worker in range(axis.size))
-    return StateDivision(axis=axis.name, dim=0, lengths=lengths)
-
-
-def assign(parameter: Tensor, axis: MeshAxis, loads: list[int]) -> StateDivision | None:
-    """Return the division that gives a parameter to the worker with the fewest bytes; None for one without rows.
-
-    Args:
-        parameter: The parameter.
-        axis: The workers.
-        loads: The bytes of each worker, to which the parameter's are added.
-    """
-    if axis.size == 1 or parameter.dim() == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
-        return None
-    rank = loads.index(min(loads))
-    loads[rank] += parameter.numel() * parameter.element_size()
-    lengths = [0] * axis.size
-    lengths[rank] = parameter.shape[0]
-    return StateDivision(axis=axis.name, dim=0, lengths=tuple(lengths))

@@ -126,6 +126,7 @@ def make_start(
         backend=backend.name,
         most_lost_workers=most_lost if backend.name in ABORTABLE else 0,
         is_logical=config.view.is_logical,
+        zero=config.view.zero,
         master_address=config.request.master_address if config.cluster is None else address,
         master_port=reserved.getsockname()[1],
         store_address=address,

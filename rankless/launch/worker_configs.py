@@ -178,6 +178,7 @@ def _make_launch(
         mesh=start.mesh,
         observation=start.observation,
         is_logical=start.is_logical,
+        zero=start.zero,
         progress=config.request.progress,
         interface=position.interface,
         host=position.host_index,

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.mesh_collectives import await_end, start_all_reduce
+from rankless.collectives.mesh_collectives import await_end, start_all_reduce, start_reduce_scatter
 from rankless.compiler.scheduling.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from rankless.compiler.sharding.redistribute import Redistribution
+from rankless.logical.gradient_shards import GradientShards, add_to_shard
 from rankless.logical.moves import move, move_with_gradient
 from rankless.logical.observation import OBSERVERS, send_move
-from rankless.ownership.shard_layout import group_in_order
-from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.tensor_placement import Partial, Replicate
+from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
+from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 
 POST_HOOK = Tensor.register_post_accumulate_grad_hook
 LEAF_NODE: type = type(torch.ones(1, requires_grad=True, device="cpu").view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
@@ -34,14 +34,15 @@ class LeafBucket:
     """Leaves whose gradients are summed together.
 
     Args:
-        leaves: The leaves, of one dtype and device.
-        axis: The ranks.
+        leaves: The leaves, of one dtype and device. Either all gradients are divided, or none is.
+        shards: Knows the ranks, and whose gradients are divided.
     """
 
-    def __init__(self, leaves: Sequence[Tensor], axis: MeshAxis) -> None:
+    def __init__(self, leaves: Sequence[Tensor], shards: GradientShards) -> None:
         self._leaves = {id(leaf): leaf for leaf in leaves}
         self._missing = set(self._leaves)
-        self._axis = axis
+        self._axis = shards.axis
+        self._shards = shards
         self._sums: Sequence[Tensor] = ()
         self._work: dist.Work | None = None
 
@@ -63,12 +64,29 @@ class LeafBucket:
             assert leaf.grad is not None
             gradients.append(leaf.grad)
             leaf.grad = None
-        if gradients:
+        layouts = [layout for leaf in self._leaves.values() if (layout := self._shards.find(leaf)) is not None]
+        if layouts:
+            self._start_on_shards(gradients, layouts)
+        elif gradients:
             flat, self._sums = copy_together(gradients)
-            if OBSERVERS:
-                target = Redistribution(self._axis, Partial(), Replicate())
-                send_move(flat, target, flat.shape, list(self._leaves.values()))
+            self._send_move(flat, Replicate())
             self._work = start_all_reduce(flat, among=self._axis)
+
+    def _start_on_shards(self, gradients: Sequence[Tensor], layouts: Sequence[ShardLayout]) -> None:
+        """Start to sum gradients of which this rank gets its shard."""
+        group = ShardGroup(tuple(layouts), self._axis.size)
+        flat = gradients[0].new_empty(group.flat_size)
+        group.join_wholes([gradient.detach() for gradient in gradients], flat)
+        chunk = flat.new_empty(group.chunk_size)
+        shards = group.view_shards(chunk, self._axis.rank)
+        self._sums = [self._shards.show(layout, shard.data) for layout, shard in zip(layouts, shards, strict=True)]
+        self._send_move(flat, Shard(0, (group.chunk_size,) * self._axis.size))
+        self._work = start_reduce_scatter(chunk, flat, among=self._axis)
+
+    def _send_move(self, flat: Tensor, placement: Placement) -> None:
+        if OBSERVERS:
+            target = Redistribution(self._axis, Partial(), placement)
+            send_move(flat, target, flat.shape, list(self._leaves.values()))
 
     def finish(self) -> list[tuple[Tensor, Tensor]]:
         """Wait for the sums, and return the leaves with these."""
@@ -86,12 +104,13 @@ class GradientPass:
     """One backward pass: the plain leaves, their earlier gradients, and the sums of the new ones.
 
     Args:
-        axis: The ranks.
+        shards: Knows the ranks, and whose gradients are divided.
         create_graph: Whether the gradients will be differentiated.
     """
 
-    def __init__(self, axis: MeshAxis, *, create_graph: bool) -> None:
-        self._axis = axis
+    def __init__(self, shards: GradientShards, *, create_graph: bool) -> None:
+        self._axis = shards.axis
+        self._shards = shards
         self._create_graph = create_graph
         self._leaves: dict[int, Tensor] = {}
         self._earlier: dict[int, Tensor | None] = {}
@@ -123,11 +142,11 @@ class GradientPass:
     def _group(self, leaves: Sequence[Tensor]) -> list[tuple[LeafBucket, list[Tensor]]]:
         groups = group_in_order(
             leaves,
-            kind=lambda leaf: (leaf.dtype, leaf.device),
+            kind=lambda leaf: (leaf.dtype, leaf.device, self._shards.find(leaf) is None),
             size=lambda leaf: leaf.numel() * leaf.element_size(),
             limit=lambda _, count: FIRST_BUCKET_BYTES if count == 1 else BUCKET_BYTES,
         )
-        return [(LeafBucket(group, self._axis), group) for group in groups]
+        return [(LeafBucket(group, self._shards), group) for group in groups]
 
     def _note(self, leaf: Tensor) -> None:
         """Note that a gradient has arrived. Buckets start in one order on all ranks."""
@@ -192,8 +211,8 @@ class GradientPass:
             leaf.grad = new
         elif self._create_graph or (before.is_sparse and not new.is_sparse):
             leaf.grad = new + before
-        else:
-            with torch.no_grad():
+        elif not add_to_shard(before, new):
+            with torch.no_grad(), torch._C._EnableTorchFunction():  # a divided one is gathered
                 before.add_(new)
 
 

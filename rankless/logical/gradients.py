@@ -139,7 +139,7 @@ class LogicalBackward:
                 return
             self._view.agreement.check("a backward pass", generators=True)
             roots, gradients = self._start(tensors, given)
-            present = self._pass = GradientPass(self._view.axis, create_graph=create_graph)
+            present = self._pass = GradientPass(self._view.shards, create_graph=create_graph)
             is_complete = False
             try:
                 retained = [tensor for reference in self._retained if (tensor := reference()) is not None]

@@ -22,11 +22,14 @@ from rankless.logical.agreement import RankAgreement
 from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
 from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical.gathered_wholes import GatheredWhole, GatheredWholes, get_version
+from rankless.logical.gradient_shards import GradientShards
 from rankless.logical.moves import find_gradient_placement, move_with_gradient
 from rankless.logical.observation import OBSERVERS, READ, MoveReason, name_function, send_call
 from rankless.logical.plan_cache import ObservedPlans, PlanCache
+from rankless.ownership.partitioned_tensor import CallsWithWholes, call_with_wholes
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths
+from rankless.records.parallel_plan import ZeroLevel
 from rankless.user_code import caller_line
 
 AUTOCAST = ("cpu", "cuda")
@@ -49,10 +52,13 @@ class LogicalView:
         self.mesh = mesh
         self.notify = notify
         self.agreement = RankAgreement(mesh)
+        self.zero: ZeroLevel | None = None
+        """The training state that is divided besides batches: that of optimizers, or also gradients."""
         self.plans = (ObservedPlans if OBSERVERS else PlanCache)(mesh, notify)
         self.wholes = GatheredWholes()
         self.batch_rows = 0
         """The number of rows of the present batch; 0 if there is none."""
+        self.shards = GradientShards(self.axis, self.agreement.check)
         self._layouts: WeakValueDictionary[Any, DividedLayout] = WeakValueDictionary()
         self._notified_lines: set[str] = set()
 
@@ -214,6 +220,8 @@ class DividedTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run a function called from Python."""
+        if len(types) > 1 and any(issubclass(kind, CallsWithWholes) for kind in types):
+            return call_with_wholes(func, args, kwargs or {})  # which calls this again
         handler = HANDLERS.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             return call(func, args, kwargs or {}) if handler is None else handler(*args, **kwargs or {})

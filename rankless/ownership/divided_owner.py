@@ -283,7 +283,7 @@ class DividedOwner(StateOwner):
         shard = self._within.gather_gradient(self._get_own_holder(parameter))
         if shard is None or known is None or not known.divides_gradient:
             return shard
-        return gather_shards(known.layout, copy_to_device(shard, parameter.device), among=self._axis)
+        return gather_shards([known.layout], [copy_to_device(shard, parameter.device)], among=self._axis)[0]
 
     def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
         """Return a copy of what this worker holds of a whole gradient."""

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.errors import ConfigError
 from rankless.ownership.host_memory import copy_to_device, copy_to_host
-from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter
-from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
+from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter, find_partition
+from rankless.ownership.shard_layout import GATHER_BYTES, ShardGroup, ShardLayout, group_in_order
 from rankless.ownership.shards_in_shared_memory import SharedValue
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
@@ -100,6 +100,11 @@ class DividedParameter:
         return copy_to_host([value])[0] if self.is_offloaded else value
 
     def _take_shard(self, gradient: Tensor, rank: int) -> Tensor:
+        partition = find_partition(gradient)
+        if partition is not None:
+            is_same = partition.layout == self.layout
+            gradient = partition.get_current_shard() if is_same else partition.gather()
+            return self.place(gradient if is_same else self.layout.copy_shard(gradient, rank))
         if gradient.layout is not torch.strided:
             raise ConfigError(
                 expected=f"a dense gradient of {self.name}, which is divided between workers",
@@ -148,10 +153,6 @@ def make_divided_parameter(
         is_offloaded=state.offloaded,
         shared=shared,
     )
-
-
-GATHER_BYTES = 25 * 2**20
-"""The size of whole parameters that are gathered together after a step."""
 
 
 def gather_after_step(stepped: Sequence[DividedParameter], group: WorkerGroup) -> None:

@@ -66,34 +66,43 @@ class WholeValues:
 
     def gather(self, partition: "Partition") -> Tensor:
         """Return the whole value of a divided tensor. Collective, unless it is there already."""
-        if partition.whole is None:
-            if os.getpid() != self._process_id:
-                raise RanklessError(
-                    expected=f"{partition.name}, which is divided between workers, to be read by the workers",
-                    found="a child process, as of a DataLoader, which the other workers do not wait for",
-                    fix="pass it a copy that the worker has made: copy.deepcopy(model)",
-                )
-            whole = self._run(lambda: self._gather_for_script(partition))
-            if not self._is_over:
-                partition.whole = whole
-                self._open.append(partition)
-            return whole
+        self.gather_all([partition])
+        assert partition.whole is not None, f"{partition.name} was made whole"
         return partition.whole
 
-    def _gather_for_script(self, partition: "Partition") -> Tensor:
-        if self._is_over:
-            assert partition.whole is not None, f"{partition.name} was made whole"
-            return partition.whole
-        self._require_all(f"a read of {partition.name} outside a job")
-        return self.gather_now(partition)
+    def gather_all(self, partitions: Iterable["Partition"]) -> None:
+        """Gather the whole values of divided tensors together. Collective, unless they are there already."""
+        missing = [each for each in dict.fromkeys(partitions) if each.whole is None]
+        if not missing:
+            return
+        if os.getpid() != self._process_id:
+            raise RanklessError(
+                expected=f"{missing[0].name}, which is divided between workers, to be read by the workers",
+                found="a child process, as of a DataLoader, which the other workers do not wait for",
+                fix="pass it a copy that the worker has made: copy.deepcopy(model)",
+            )
+        wholes = self._run(lambda: self._gather_for_script(missing))
+        if not self._is_over:
+            for partition, whole in zip(missing, wholes, strict=True):
+                partition.whole = whole
+                self._open.append(partition)
 
-    def gather_now(self, partition: "Partition") -> Tensor:
-        """Return the whole value as its shards are now. Collective."""
-        within = find_partition(partition.shard)
-        own = partition.shard.detach() if within is None else within.gather_once()
-        shard = copy_to_device(own, partition.device)
+    def _gather_for_script(self, partitions: Sequence["Partition"]) -> Sequence[Tensor]:
+        if self._is_over:
+            return ()
+        self._require_all(f"a read of {partitions[0].name} outside a job")
+        return self.gather_now(partitions)
+
+    def gather_now(self, partitions: Sequence["Partition"]) -> list[Tensor]:
+        """Return the whole values as their shards are now. Collective."""
+        shards = []
+        for partition in partitions:
+            within = find_partition(partition.shard)
+            own = partition.shard.detach() if within is None else within.gather_once()
+            shards.append(copy_to_device(own, partition.device))
+        wholes = gather_shards([partition.layout for partition in partitions], shards, among=self.group)
         # `.data` is not a view: a view would keep its base, and seem to be used elsewhere for ever.
-        return gather_shards(partition.layout, shard, among=self.group).data
+        return [whole.data for whole in wholes]
 
     def keep(self, partition: "Partition", whole: Tensor) -> None:
         """Begin with a whole value that is there already."""
@@ -143,9 +152,9 @@ class WholeValues:
 
     def _refresh_all(self) -> None:
         with torch.no_grad():
-            for partition in self._open:
+            for partition in self._open:  # one after the other, for there may be many
                 assert partition.whole is not None
-                partition.whole.copy_(self.gather_now(partition))
+                partition.whole.copy_(self.gather_now([partition])[0])
 
 
 class Partition:
@@ -157,6 +166,7 @@ class Partition:
         name: What errors call the tensor.
         device: Where the whole value lies. The shard may lie on the host.
         whole: The whole value, while the script uses it.
+        values: Gathers it.
     """
 
     def __init__(
@@ -167,20 +177,20 @@ class Partition:
         self.name = name
         self.device = device
         self.whole: Tensor | None = None
-        self._values = values
+        self.values = values
 
     @property
     def group(self) -> WorkerGroup:
         """The workers that hold its shards."""
-        return self._values.group
+        return self.values.group
 
     def gather(self) -> Tensor:
         """Return the whole value, without autograd history. Collective, unless it is there already."""
-        return self._values.gather(self)
+        return self.values.gather(self)
 
     def gather_once(self) -> Tensor:
         """Return the whole value, and keep it only if it is there already. Collective, unless it is."""
-        return self._values.gather_now(self) if self.whole is None else self.whole
+        return self.values.gather_now([self])[0] if self.whole is None else self.whole
 
     def take(self, value: StoredValue) -> None:
         """Take a new value, of which only this worker's rows are read, unless the script holds a whole one."""
@@ -197,24 +207,24 @@ class Partition:
     @property
     def is_copy(self) -> bool:
         """Whether this worker's shard is a copy of another one's; see Note [copies of shards]."""
-        return self._values.group.rank in self.layout.copies
+        return self.values.group.rank in self.layout.copies
 
     @property
     def own_ranges(self) -> list[tuple[int, int]]:
         """The rows of the whole tensor that this worker's shard has, as ranges from a row up to another."""
-        return self.layout.list_ranges(self._values.group.rank)
+        return self.layout.list_ranges(self.values.group.rank)
 
     def get_current_shard(self) -> Tensor:
         """Return what this worker holds, with what the script has changed in the whole value."""
         within = find_partition(self.shard)
         if self.whole is None:
             return self.shard.detach() if within is None else within.get_current_shard()
-        own = self.layout.get_shard(self.whole, self._values.group.rank)
+        own = self.layout.get_shard(self.whole, self.values.group.rank)
         return own if within is None else within.get_shard(own)
 
     def get_shard(self, whole: Tensor) -> Tensor:
         """Return of a whole value what this worker holds."""
-        own = self.layout.get_shard(whole, self._values.group.rank)
+        own = self.layout.get_shard(whole, self.values.group.rank)
         within = find_partition(self.shard)
         return own if within is None else within.get_shard(own)
 
@@ -285,11 +295,23 @@ def call_with_wholes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
             return None
         if func == Tensor.copy_ and len(args) > 1 and isinstance(getattr(args[1], "partition", None), StoredValue):
             return copy_stored(args[0], args[1].partition)
+        gather_together(args)
         originals: dict[int, Tensor] = {}
         replaced = pytree.tree_map(lambda item: get_whole(item, originals), (tuple(args), dict(kwargs)))
-        result = func(*replaced[0], **replaced[1])
-        # An in-place function returns the tensor that it has changed.
-        return pytree.tree_map(lambda item: originals.get(id(item), item), result)
+    result = func(*replaced[0], **replaced[1])  # other arguments may be tensors with functions of their own
+    # An in-place function returns the tensor that it has changed.
+    return pytree.tree_map(lambda item: originals.get(id(item), item), result)
+
+
+def gather_together(args: Sequence[Any]) -> None:
+    """Gather the divided tensors in lists among the arguments of a function, as of a norm of all gradients."""
+    lists = [arg for arg in args if isinstance(arg, list | tuple)]
+    found: dict[WholeValues, list[Partition]] = {}
+    for item in pytree.tree_leaves(lists) if lists else ():
+        if isinstance(item, Partitioned):
+            found.setdefault(item.partition.values, []).append(item.partition)
+    for values, partitions in found.items():
+        values.gather_all(partitions)
 
 
 def copy_stored(target: Tensor, value: StoredValue) -> Tensor:
@@ -318,6 +340,11 @@ def get_whole(item: Any, originals: dict[int, Tensor]) -> Any:
 def replace_value(tensor: Any, value: Tensor) -> None:
     """Give a divided tensor a new value, as `tensor.data = value` does."""
     if value.shape != tensor.shape or value.dtype != tensor.dtype or value.device != tensor.device:
+        if isinstance(tensor, PartitionedTensor):  # the next step divides what belongs to a parameter anew
+            tensor.__class__ = Tensor  # type: ignore[assignment]
+            del tensor.partition
+            tensor.data = value
+            return
         raise ConfigError(
             expected=f"a value of the same shape, dtype and device for {tensor.partition.name}, which is divided "
             "between workers",

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.mesh_collectives import start_all_gather
-from rankless.parallel.mesh import WorkerGroup
+from rankless.parallel.mesh import MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard, compute_local_shape, split_lengths
+from rankless.records.parallel_plan import StateDivision
 
 Item = TypeVar("Item")
+GATHER_BYTES = 25 * 2**20
+"""The size of whole tensors that are gathered together."""
 
 
 @dataclass(frozen=True)
@@ -194,15 +197,23 @@ class ShardGroup:
             torch._foreach_copy_(targets, sources)
 
 
-def gather_shards(layout: ShardLayout, shard: Tensor, *, among: WorkerGroup) -> Tensor:
-    """Return a whole tensor from the shards of all workers, of which this one has `shard`. Collective."""
-    group = ShardGroup((layout,), among.size)
-    chunk = group.join_shards([shard])
-    flat = chunk.new_empty(group.flat_size)
-    work = start_all_gather(flat, chunk, among=among)
-    if work is not None:
-        work.wait()
-    return group.split_wholes(flat)[0]
+def gather_shards(layouts: Sequence[ShardLayout], shards: Sequence[Tensor], *, among: WorkerGroup) -> list[Tensor]:
+    """Return whole tensors from the shards of all workers, of which this one has `shards`. Collective."""
+    wholes = []
+    for members in group_in_order(
+        zip(layouts, shards, strict=True),
+        kind=lambda item: (item[1].dtype, item[1].device),
+        size=lambda item: prod(item[0].shape) * item[1].element_size(),
+        limit=lambda _item, _groups: GATHER_BYTES,
+    ):
+        group = ShardGroup(tuple(layout for layout, _ in members), among.size)
+        chunk = group.join_shards([shard for _, shard in members])
+        flat = chunk.new_empty(group.flat_size)
+        work = start_all_gather(flat, chunk, among=among)
+        if work is not None:
+            work.wait()
+        wholes += group.split_wholes(flat)
+    return wholes
 
 
 def fit_placement(placement: Shard | BlockedShard, rows: int) -> Shard | BlockedShard:
@@ -303,3 +314,50 @@ def divide_evenly(shape: Sequence[int], order: Sequence[int], ranks: int) -> tup
 
 EVEN = 1.05
 """How much longer than an even shard the longest shard of a dim may be that is taken without looking at the others."""
+
+
+def divide(parameter: Tensor, axis: MeshAxis, before: Sequence[StateDivision]) -> StateDivision | None:
+    """Return the division of a parameter; None for one that is too small, or that leaves gaps in its memory.
+
+    Args:
+        parameter: The parameter.
+        axis: The workers.
+        before: How other axes divide it first. Of what they leave, each worker gets rows.
+    """
+    shape, strides = list(parameter.shape), parameter.stride()
+    if axis.size == 1 or not is_dense(shape, strides):
+        return None
+    whole = list(shape)
+    for division in before:
+        own = [length for length in division.lengths if length]
+        if len(own) > 1:
+            shape[division.dim] = division.blocks * min(own)
+    found = divide_evenly(shape, order_dims(strides), axis.size)
+    if found is None:
+        return None
+    return StateDivision(axis=axis.name, dim=found[0], lengths=split_lengths(whole[found[0]], axis.size))
+
+
+def give_to(parameter: Tensor, axis: MeshAxis, owner: int) -> StateDivision | None:
+    """Return the division that gives a parameter to one worker; None for one without rows."""
+    if parameter.dim() == 0 or parameter.shape[0] == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
+        return None
+    lengths = tuple(parameter.shape[0] if worker == owner else 0 for worker in range(axis.size))
+    return StateDivision(axis=axis.name, dim=0, lengths=lengths)
+
+
+def assign(parameter: Tensor, axis: MeshAxis, loads: list[int]) -> StateDivision | None:
+    """Return the division that gives a parameter to the worker with the fewest bytes; None for one without rows.
+
+    Args:
+        parameter: The parameter.
+        axis: The workers.
+        loads: The bytes of each worker, to which the parameter's are added.
+    """
+    if axis.size == 1 or parameter.dim() == 0 or not is_dense(tuple(parameter.shape), parameter.stride()):
+        return None
+    rank = loads.index(min(loads))
+    loads[rank] += parameter.numel() * parameter.element_size()
+    lengths = [0] * axis.size
+    lengths[rank] = parameter.shape[0]
+    return StateDivision(axis=axis.name, dim=0, lengths=tuple(lengths))

@@ -136,7 +136,10 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
         return value
     partition = find_partition(value)
     if partition is not None:
-        return partition.shard
+        layout = find_state_layout(tuple(value.shape), divided)
+        if layout is not None and layout.placement == partition.layout.placement:
+            return partition.shard
+        value = partition.gather()  # of another optimizer, or of a parameter that was divided otherwise
     if divided.is_owned:
         return value.clone() if hasattr(value, "was_divided") else value
     if tuple(value.shape) != divided.layout.shape:

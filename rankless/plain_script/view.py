@@ -23,6 +23,7 @@ from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches
 from rankless.plain_script.optimizer_settings import OptimizerSettings
 from rankless.plain_script.script_steps import ScriptSteps
+from rankless.plain_script.sharded_optimizers import ShardedOptimizers
 from rankless.plain_script.single_process import hide_ranks
 from rankless.user_code import script_line
 
@@ -40,8 +41,10 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
     view = LogicalView(world.mesh, world.notify)
     config = read_worker_config()
     view.agreement.compares_tensors = config is None or config.host_count == 1
+    view.zero = None if config is None else config.zero
     OptimizerSettings(view.agreement).watch()
     stack = ExitStack()
+    stack.enter_context(ShardedOptimizers(view).install())
     stack.enter_context(LogicalBackward(view).install())
     ScriptSteps(world.events).watch()
     stack.enter_context(divide_batches(view, world, effects))

@@ -22,7 +22,7 @@ from rankless.config.run_config import (
 )
 from rankless.config.validation import make_run_config
 from rankless.records.job_programs import ProgramRecord, read_program_records
-from rankless.records.parallel_plan import PlannedAxis
+from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 from rankless.records.recorded_calls import ComputedValue, read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
 from rankless.verify.recordings import Recording, combine_losses, read_recordings
@@ -78,6 +78,8 @@ class VerifyRuns:
     """Whether the script calls no job, and is recorded from outside on every rank."""
     is_logical: bool = False
     """Whether several workers run the script in the logical view."""
+    zero: ZeroLevel | None = None
+    """The training state that several workers shard in the logical view."""
     against: str | None = None
     """A plain reference script that takes the same arguments, or None."""
 
@@ -172,6 +174,7 @@ class VerifyRuns:
                 mesh=() if workers == 1 else self.mesh,
                 observation=observation,
                 view="logical" if self.is_logical and workers > 1 else "separate",
+                zero=self.zero if workers > 1 else None,
                 cluster=self.cluster if workers > 1 else None,
                 options=self.options if workers > 1 else {},
                 heterogeneous_workers=self.heterogeneous_workers if workers > 1 else 0,

@@ -16,6 +16,7 @@ CROWDED_FOLDERS: dict[str, str] = {}
 # Modules imported late on purpose, by a call of importlib.import_module.
 IMPORTED_LATE = {
     "rankless/__init__.py": "the command line imports rankless, and must not import torch",
+    "rankless/api.py": "the logical view begins when the script imports torch, which it may do later",
     "rankless/cli/__init__.py": "a command is imported when it is called",
     "rankless/cli/program_options.py": "few command lines name a plan",
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",

@@ -130,13 +130,13 @@ def decide(text: str) -> ScriptView:
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("text", PLAIN.values(), ids=PLAIN)
 def test_an_ordinary_script_runs_in_the_logical_view(text: str) -> None:
-    assert decide(text) == (True, "train.py knows no ranks")
+    assert decide(text) == ScriptView(True, "train.py knows no ranks")
 
 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(("verb", "name", "text"), RANKS.values(), ids=RANKS)
 def test_a_script_that_knows_ranks_keeps_them_and_its_user_reads_the_line(verb: str, name: str, text: str) -> None:
-    is_logical, reason = decide(text)
+    is_logical, reason, _ = decide(text)
     assert not is_logical
     assert reason.startswith(f"train.py {verb} {name} (")
 
@@ -144,7 +144,7 @@ def test_a_script_that_knows_ranks_keeps_them_and_its_user_reads_the_line(verb: 
 @pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("text", UNTOLD.values(), ids=UNTOLD)
 def test_a_script_of_jobs_or_without_pytorch_keeps_its_ranks_without_a_word(text: str) -> None:
-    assert decide(text) == (False, "")
+    assert decide(text) == ScriptView(False, "")
 
 
 @pytest.mark.usefixtures("folder")
@@ -158,7 +158,7 @@ def test_the_line_is_that_of_the_file_which_has_the_word() -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_script_may_ask_for_the_view_whatever_else_it_uses() -> None:
     text = "import os, rankless, torch, torch.distributed\nrankless.logical()\nrankless.job"
-    assert decide(text) == (True, "train.py asks for the logical view")
+    assert decide(text) == ScriptView(True, "train.py asks for the logical view")
     assert decide("from rankless import logical\nlogical()").is_logical
 
 

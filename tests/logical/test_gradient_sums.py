@@ -10,6 +10,7 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.logical import gradient_sums, handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical.gradient_shards import GradientShards
 from rankless.logical.gradient_sums import GradientPass, find_leaves
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.tensor import LogicalView
@@ -81,7 +82,7 @@ def test_gradients_are_as_before_after_a_pass_that_failed() -> None:
     axis = Mesh(rank=0, size=2, device=torch.device("cpu")).axes[0]
     leaf, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     leaf.grad = torch.full((2,), 5.0)
-    present = GradientPass(axis, create_graph=False)
+    present = GradientPass(GradientShards(axis, lambda _: None), create_graph=False)
     present.add([leaf, other], overlaps=True)
     (leaf * other).sum().backward()
     present.undo()
