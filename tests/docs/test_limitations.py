@@ -71,9 +71,19 @@ SHOWN_BY = {
     "Every worker computes": (
         "logical/test_plain_scripts.py::test_a_plain_script_prints_and_writes_what_it_does_on_one_device"
     ),
-    "Parameters, gradients and": "::test_what_the_logical_view_does_not_divide",
+    "Parameters are whole": "::test_what_the_logical_view_does_not_divide",
+    "`--zero` shards": (
+        "logical/test_sharded_optimizers.py::test_what_cannot_be_sharded_is_refused_before_anything_starts"
+    ),
+    "With `--zero`, optimizers": (
+        "logical/test_sharded_optimizers.py::test_what_cannot_be_sharded_stays_whole_with_a_notice"
+    ),
+    "A notice names each.": "logical/test_sharded_optimizers.py::test_what_cannot_be_sharded_stays_whole_with_a_notice",
+    "With `--zero gradients`": (
+        "logical/test_sharded_optimizers.py::test_what_cannot_be_sharded_stays_whole_with_a_notice"
+    ),
     "The script's own": "::test_what_the_logical_view_does_not_divide",
-    "A notice names each": "::test_what_the_logical_view_does_not_divide",
+    "A notice names each line": "::test_what_the_logical_view_does_not_divide",
     "Every rank reads": "::test_loaders_whose_batches_every_rank_reads_whole",
     "`rankless plan` shows a step": (
         "cli/test_plan_of_loops.py::test_a_plan_file_and_a_picture_of_a_loop_are_refused_before_it_runs"

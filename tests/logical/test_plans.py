@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from logical.test_logical_view import divide, is_equal, to_plain
+from logical.view_comparison import divide, is_equal, to_plain
 from support.processes import on_mesh
 from torch import Tensor
 from torch.utils import _pytree as pytree
