@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.logical.moves import move, move_with_gradient
 from rankless.logical.observation import READ, REASONS, MoveReason
 from rankless.parallel.mesh import MeshAxis
@@ -89,13 +90,17 @@ class GatheredWhole:
         is_new = value._version != self._version
         if not is_new and self.has_views and self.is_stale:
             self.note_change()
-        if not is_new and not self.has_views:
+        if not is_new and not (self.has_views and value.device.type == "cpu"):
             return None
+        part = self.find_part(value)
+        return part if is_new or not is_same(part.detach(), self._part.detach()) else None
+
+    def find_part(self, value: Tensor | None = None) -> Tensor:
+        """Return this rank's part of the value."""
+        value = self._value() if value is None else value
+        assert value is not None, "views keep it"
         with torch.set_grad_enabled(self._needs_gradient(value)):
-            part = self._find_part(value)
-        if not is_new and torch.equal(*(torch.nan_to_num(each.detach()) for each in (part, self._part))):
-            return None
-        return part
+            return move_with_gradient(value, self._axis, self._shape, Replicate(), self._placement)
 
     def change_part(self, changed: Tensor, before: Tensor | None) -> None:
         """Change this rank's part in place.
@@ -118,9 +123,6 @@ class GatheredWhole:
         """Return whether a change has gradients. Leaves that need some are changed without, as by an optimizer."""
         return changed.requires_grad and not (self._part.requires_grad and self._part.is_leaf)
 
-    def _find_part(self, value: Tensor) -> Tensor:
-        return move_with_gradient(value, self._axis, self._shape, Replicate(), self._placement)
-
     def note_change(self) -> None:
         """Note that the part has changed in place. Collective if the value has views."""
         value = self._value()
@@ -132,9 +134,14 @@ class GatheredWhole:
 
 
 class GatheredWholes:
-    """The whole values that a rank keeps, by the memory of their parts."""
+    """The whole values that a rank keeps, by the memory of their parts.
 
-    def __init__(self) -> None:
+    Args:
+        axis: The ranks.
+    """
+
+    def __init__(self, axis: MeshAxis) -> None:
+        self._axis = axis
         self._by_memory: dict[int, list[ref[GatheredWhole]]] = {}
         self.has_views = False
         """Whether one of them has views."""
@@ -157,11 +164,27 @@ class GatheredWholes:
         value.gathered = whole  # type: ignore[attr-defined]
 
     def take_changes(self, part: Tensor) -> None:
-        """Give a part what the script has changed in place of whole values that share its memory."""
-        found = [(whole, changed) for whole in self._find(part) if (changed := whole.find_changed_part()) is not None]
+        """Give a part what the script has changed in place of whole values that share its memory.
+
+        Collective if several of them have views: NumPy may have changed the rows of one rank alone.
+        """
+        wholes = list(self._find(part))
+        changes = {whole: whole.find_changed_part() for whole in wholes}
+        viewed = [whole for whole in wholes if whole.has_views]
+        if len(viewed) > 1:
+            flags = torch.tensor(
+                [changes[whole] is not None for whole in viewed], dtype=torch.int64, device=part.device
+            )
+            changed = all_reduce_maximum(flags, among=self._axis).tolist()
+            changes |= {
+                whole: whole.find_part()
+                for whole, is_changed in zip(viewed, changed, strict=True)
+                if is_changed and changes[whole] is None
+            }
+        found = [(whole, new) for whole, new in changes.items() if new is not None]
         before = [whole.copy_part() for whole, _ in found] if len(found) > 1 else [None]
-        for (whole, changed), old in zip(found, before, strict=False):
-            whole.change_part(changed, old)
+        for (whole, new), old in zip(found, before, strict=False):
+            whole.change_part(new, old)
         if found:
             self.note_change(part, besides=found[0][0] if len(found) == 1 else None)
 
@@ -176,6 +199,13 @@ class GatheredWholes:
             whole = reference()
             if whole is not None:
                 yield whole
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same values, also where these are not a number."""
+    return torch.equal(one, other) or (
+        one.dtype.is_floating_point and torch.equal(torch.nan_to_num(one), torch.nan_to_num(other))
+    )
 
 
 def find_memory(part: Tensor) -> int:

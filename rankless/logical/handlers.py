@@ -71,11 +71,12 @@ def run_on_whole(function: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         wholes = [take_whole(value, reason) for value in args]
-        if function in SHARING:
-            args[0].note_view()
-        elif function is Tensor.__reduce_ex__:  # writes the attributes too
+        if function is Tensor.__reduce_ex__:  # writes the attributes too
             wholes[0] = wholes[0].detach().requires_grad_(wholes[0].requires_grad)
-        return function(*wholes, **{name: take_whole(value, reason) for name, value in kwargs.items()})
+        result = function(*wholes, **{name: take_whole(value, reason) for name, value in kwargs.items()})
+        if function in SHARING:
+            args[0].note_view(getattr(result, "base", None))
+        return result
 
     return run
 

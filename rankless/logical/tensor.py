@@ -55,7 +55,7 @@ class LogicalView:
         self.zero: ZeroLevel | None = None
         """The training state that is divided besides batches: that of optimizers, or also gradients."""
         self.plans = (ObservedPlans if OBSERVERS else PlanCache)(mesh, notify)
-        self.wholes = GatheredWholes()
+        self.wholes = GatheredWholes(self.axis)
         self.batch_rows = 0
         """The number of rows of the present batch; 0 if there is none."""
         self.shards = GradientShards(self.axis, self.agreement.check)
@@ -195,11 +195,17 @@ class DividedTensor(Tensor):
         """Note that the part has changed in place. Collective if whole values that share its memory have views."""
         self.ranks.wholes.note_change(self.local)
 
-    def note_view(self) -> None:
-        """Note that the script has a view of the whole value, in PyTorch or NumPy."""
+    def note_view(self, holder: Any = None) -> None:
+        """Note that the script has a view of the whole value, in PyTorch or NumPy.
+
+        Args:
+            holder: The tensor that holds the memory of an array.
+        """
         if self._whole is not None:
             value, known = self._whole
             self.ranks.wholes.note_views(known, value)
+            if isinstance(holder, Tensor):
+                holder.gathered = self._whole  # type: ignore[attr-defined]
 
     def become(self, other: "DividedTensor") -> None:
         """Take the shape and the part of another value, as after `transpose_`."""

@@ -75,7 +75,26 @@ def change_arrays(batch: Tensor) -> Any:
     array[1] = float("nan")
     seen = values.nan_to_num(3.0)
     array[1] = 8
-    return twice, seen, values, float(array.sum())
+    has_address = values.data_ptr() == values.untyped_storage().data_ptr() != 0
+    return twice, seen, values, float(array.sum()), has_address
+
+
+def change_arrays_of_parts(batch: Tensor) -> Any:
+    """Change the rows of one rank alone, through arrays of tensors that are gone."""
+    values = take_copy(batch)
+    whole, last = values.numpy(), values[-1].numpy()
+    columns = values.t()
+    column = columns[0].numpy()
+    last[0] = 99
+    first = columns * 1
+    column[1] = 4
+    second = values * 1
+    whole[0] = 1
+    column[2] = 7
+    values.add_(1)
+    mask = batch.detach() > 0
+    mask.numpy()[1] = True
+    return first, second, values, columns, float(column.sum()), mask
 
 
 def copy_after_changes(batch: Tensor) -> Any:
@@ -193,6 +212,7 @@ ALIASES: dict[str, Case] = {
     "rows of views that are gone": change_rows_of_views_that_are_gone,
     "rows and wholes": change_rows_and_wholes,
     "arrays": change_arrays,
+    "arrays of parts": change_arrays_of_parts,
     "copy after changes": copy_after_changes,
     "sums": change_sums,
     "gradients of changed rows": keep_gradients_of_changed_rows,

@@ -6,6 +6,7 @@ The oracle is plain PyTorch on the whole batch, in float64.
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -124,3 +125,21 @@ def test_calls_and_loops_compute_what_one_device_computes(group: str, source: So
 def test_models_compute_what_one_device_computes(source: Source, workers: int) -> None:
     for differing in on_mesh(workers, compare_models, source):
         assert not differing, "\n".join(differing)
+
+
+def count_gathers(mesh: Mesh) -> list[int]:
+    """Return how often a batch was gathered after reads, and after a change in place and more reads."""
+    view = LogicalView(mesh, lambda _: None)
+    with LogicalBackward(view).install(), mock.patch.object(view.agreement, "check") as check:
+        batch = divide(make_batch(), view)
+        assert [batch[0].shape, batch[1:3].shape, len(batch.tolist()), len(str(batch)) > 9, len(list(batch))] == [
+            *((5,), (2, 5), 7, True, 7)
+        ]
+        first = check.call_count
+        batch.add_(1)
+        batch[2], batch.tolist(), batch.numpy()
+        return [first, check.call_count]
+
+
+def test_a_batch_is_gathered_once_until_it_changes() -> None:
+    assert on_mesh(2, count_gathers) == [[1, 1]] * 2, "its views are made equal without a gather of their own"
