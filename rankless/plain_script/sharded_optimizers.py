@@ -167,8 +167,10 @@ class ShardedOptimizers:
 
 def send_gathers(stepped: Sequence[DividedParameter], axis: MeshAxis) -> None:
     """Tell the observers of the view that parameters are gathered after a step."""
+    if not OBSERVERS:
+        return
     REASONS.append(MoveReason("output", "whole parameters after the step"))
-    for member in stepped if OBSERVERS else ():
+    for member in stepped:
         target = Redistribution(axis, member.layout.placement, Replicate())
         send_move(member.parameter.detach(), target, member.layout.shape, [member.parameter])
     REASONS.pop()

@@ -92,11 +92,11 @@ SHOWN_BY = {
     "A loop whose gradients": "cli/test_plan_of_loops.py::test_a_loop_without_backward_runs_to_its_end",
     "`torch.compile(model)`": "::test_a_compiled_model_runs_uncompiled_in_the_logical_view",
     "Two plain views": "::test_when_plain_views_of_a_batch_see_changes",
-    "So does `x.grad[0]`": "::test_when_plain_views_of_a_batch_see_changes",
+    "A view of `x.grad`": "::test_when_plain_views_of_a_batch_see_changes",
     "A library in C": (
         "plain_script/test_library_writers.py::test_a_notice_names_a_file_that_an_unknown_library_has_open_on_every_rank"
     ),
-    "For files that stay": (
+    "A notice tells of files": (
         "plain_script/test_library_writers.py::test_a_notice_names_a_file_that_an_unknown_library_has_open_on_every_rank"
     ),
     "A thread of": "::test_threads_do_not_take_part_in_the_logical_view",
