@@ -78,6 +78,7 @@ def test_a_residual_network_moves_gradients_and_statistics(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_transformer_computes_its_positions_whole(tmp_path: Path) -> None:
     step, shown = plan(SCRIPTS / "char_gpt.py", tmp_path)
     (positions,) = select(step, "calls", kind="plain")

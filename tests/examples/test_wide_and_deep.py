@@ -14,6 +14,7 @@ def one_device(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_one_device_learns_to_predict_clicks(one_device):
     # Chance gives 0.5, with a standard deviation of about 0.025.
     assert one_device["auc"] > 0.62

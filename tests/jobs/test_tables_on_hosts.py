@@ -66,7 +66,7 @@ def require_same(found: dict[str, list[float]], wanted: dict[str, list[float]]) 
         assert found[form] == pytest.approx(numbers, rel=0, abs=1e-11), form
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", LINES)
 def test_a_line_typed_on_both_hosts_trains_as_one_device(name: str, hosts: Hosts, tmp_path: Path, plain):
     first, second = run_on_hosts(

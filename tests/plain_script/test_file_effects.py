@@ -83,13 +83,15 @@ def test_all_cases_together_leave_nothing_else(plain, logical):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("slow", "workers"), [(0, 2), (1, 2), (2, 3)])
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize(("slow", "workers"), [(1, 2), (0, 2), (2, 3)])
 def test_slow_ranks_change_nothing(slow, workers, plain, tmp_path):
     assert run_slowed(tmp_path / "run", SCRIPT, slow=slow, workers=workers) == plain
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("slow", [None, 0, 1])
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize("slow", [0, None, 1])
 def test_threads_processes_and_data_sets(slow, tmp_path):
     plain = tmp_path / "plain"
     plain.mkdir()

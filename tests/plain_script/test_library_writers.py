@@ -125,7 +125,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Written:
     return read_written(folder, done.stdout)
 
 
-@pytest.fixture(scope="module", params=[("2", "none"), ("2", "0"), ("3", "1")], ids=["equal", "slow 0", "slow 1 of 3"])
+EQUAL = pytest.param(("2", "none"), id="equal", marks=pytest.mark.exhaustive)
+SLOW = pytest.param(("2", "0"), id="slow 0", marks=pytest.mark.exhaustive)
+SLOW_OF_3 = pytest.param(("3", "1"), id="slow 1 of 3")
+
+
+@pytest.fixture(scope="module", params=[EQUAL, SLOW, SLOW_OF_3])
 def logical(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Written:
     workers, slow = request.param
     folder, logs = tmp_path_factory.mktemp("logical"), tmp_path_factory.mktemp("log")

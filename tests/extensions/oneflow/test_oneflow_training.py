@@ -167,7 +167,8 @@ def test_rankless_run_makes_the_training_of_plain_pytorch_in_the_mirrored_view(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("view", ["consistent", pytest.param("mirrored", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("view", ["consistent", "mirrored"])
 def test_plain_python_on_two_machines_makes_the_training_of_plain_pytorch(
     view: str, oneflow_python: Path, tmp_path: Path
 ):

@@ -166,7 +166,8 @@ def test_a_script_with_jobs_trains_the_same_on_all_ranks(tmp_path: Path):
     assert "different seeds" not in job.stderr
 
 
-@pytest.mark.parametrize("how", ["out of sight", pytest.param("in a command's child", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["out of sight", "in a command's child"])
 def test_ranks_with_different_seeds_continue_from_rank_0s_at_the_first_job(how: str, tmp_path: Path):
     name, options = "'rank' 'less'", [*TWO]
     if how == "in a command's child":
