@@ -60,7 +60,7 @@ def _float64() -> Any:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
 def test_a_pipeline_trains_as_plain_pytorch_does(make: Callable[[], Case]) -> None:
     for options in FEW if make is make_gpt else ALL[:1] + ALL[2:3]:
@@ -73,7 +73,7 @@ def test_every_schedule_gives_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options, trains=False)
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
 def test_workers_of_a_stage_that_take_turns_give_the_same(make: Callable[[], Case], options: Mapping[str, Any]) -> None:
@@ -111,14 +111,14 @@ def draw_per_sample(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model[2:](model[0](x) * torch.rand(x.shape[0], 1)) * torch.rand(4), y)
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("job", [mix, drop, mask], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_the_numbers_of_one_device(job: Job, options: Mapping[str, Any]) -> None:
     assert_same_as_plain((chain(6, 8, 8, 4), job, [samples(9, 6), labels(4, 9)]), options)
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("job", [sample_by_value, draw_per_sample], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_by_counter(job: Job, options: Mapping[str, Any]) -> None:
@@ -131,7 +131,7 @@ def train_with_checkpoints(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor
     return F.cross_entropy(model[3](x), y)
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("counter", [False, True])
 @pytest.mark.parametrize("options", ALL[:1] + ALL[2:], ids=str)
 def test_a_pipeline_recomputes_checkpoints(options: Mapping[str, Any], counter: bool) -> None:

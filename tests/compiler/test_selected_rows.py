@@ -67,14 +67,14 @@ def test_dropout_of_selected_rows_draws_as_one_device(form, mesh):
     assert bool([item for item in list_moves(outcome) if "dropout" in item.reason]) == (form == "by_mask_of_places")
 
 
-@pytest.mark.ci_sample(11)
+@pytest.mark.ci_sample(8)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_selected_rows_is_the_same_training(loss, mesh):
     check(make_loss_job(loss), mesh)
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("labels", [(1,) * 12, (0,) * 11 + (2,), (-100,) * 6 + (3,) * 6], ids=["all", "one", "half"])
 @pytest.mark.parametrize("loss", ["select_targets", "numbers_as_values", "slices_of_selected_rows", "losses_per_row"])
 def test_all_rows_one_row_or_rows_of_one_worker(loss, labels):
