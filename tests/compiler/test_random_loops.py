@@ -1,15 +1,17 @@
 """Random programs as ordinary loops in the logical view, as programs of jobs, and in plain PyTorch.
 
 Hypothesis generates the programs, which are those of the compiler's tests. Each loop makes three steps with momentum,
-and reads values of some steps as a script does.
+and reads values of some steps as a script does. A second executor runs the loops below autograd, operator by operator.
 """
 
-from collections.abc import Sequence
+import contextlib
+import itertools
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
+from logical.operator_tensor import OperatorTensor, gather_gradients, get_whole
 from logical.test_logical_view import divide
 from simulated_ranks import assert_same_as_plain
 from support.processes import on_mesh
@@ -37,24 +39,25 @@ def train(program: RandomProgram, batch: Any) -> list[Tensor]:
         optimizer.zero_grad()
         loss, last = plain.loss(batch * (1 + number / 7))
         loss.backward()
+        gather_gradients(parameters)
         torch.nn.utils.clip_grad_norm_(parameters, 10.0)
         optimizer.step()
-        found += [torch.tensor(loss.item()), torch.tensor(last.detach().tolist())]
+        found += [torch.tensor(loss.item()), torch.tensor(get_whole(last).tolist())]
     states = [*plain.model.state_dict().values(), *plain.parts.state_dict().values()]
     return [*found, *(item.detach().clone().double() for item in states)]
 
 
-def run_loops(mesh: Mesh, some: Sequence[RandomProgram]) -> list[list[Tensor] | str]:
-    view = LogicalView(mesh, lambda _: None)
+def run_loops(mesh: Mesh, program: RandomProgram) -> list[list[Tensor]]:
+    """Return the results of both executors."""
+    view, found = LogicalView(mesh, lambda _: None), []
     torch.set_default_dtype(torch.float64)
-    found: list[list[Tensor] | str] = []
     try:
-        for program in some:
+        for above, install in ((True, LogicalBackward(view).install), (False, contextlib.nullcontext)):
             batch = divide(PlainProgram(program).batch, view)
             assert isinstance(batch, DividedTensor)
-            with LogicalBackward(view).install():
+            with install():
                 torch.manual_seed(program.seed)
-                found.append(train(program, batch))
+                found.append(train(program, batch if above else OperatorTensor(batch)))
     finally:
         torch.set_default_dtype(torch.float32)
     return found
@@ -72,7 +75,7 @@ def check(program: RandomProgram, *, with_job: bool) -> None:
         expected = train(program, PlainProgram(program).batch)
     finally:
         torch.set_default_dtype(torch.float32)
-    for (found,) in on_mesh(min(program.ranks, 3), run_loops, [program]):
+    for found in itertools.chain(*on_mesh(min(program.ranks, 3), run_loops, program)):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             scale = max(1.0, float(other.abs().max())) if other.numel() else 1.0
