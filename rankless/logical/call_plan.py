@@ -36,6 +36,7 @@ from rankless.logical.call_trace import (
     ChangedArgument,
     ChangesArguments,
     PlainLeaf,
+    ResultForm,
     TracedCall,
     trace_call,
 )
@@ -263,7 +264,7 @@ def lower_call(call: LogicalCall, mesh: Mesh, sizes: SymbolicSizes | None = None
             lowered = lower_changing_call(call, changed, mesh, sizes)
         parts = split_program(lowered)
         if lowered.traced.lacks_gradients and not parts.is_differentiable:
-            parts = split_program(lower_changing_call(call, changed, mesh, sizes, copies_results=True))
+            parts = split_program(lower_changing_call(call, changed, mesh, sizes, form="copies"))
         return parts
     except Exception as error:  # foreign code ran: PyTorch raises its own errors, of many types, in a trace
         raise CannotDivide from error
@@ -275,10 +276,10 @@ def lower_changing_call(
     mesh: Mesh,
     sizes: SymbolicSizes | None,
     *,
-    copies_results: bool = False,
+    form: ResultForm = "own",
 ) -> LoweredCall:
-    """Return the program of a call; `changed` are arguments whose new values are results, which may be copies."""
-    traced = trace_call(call.function, call.arguments, changed, sizes, copies_results=copies_results)
+    """Return the program of a call; `changed` are arguments whose new values are results."""
+    traced = trace_call(call.function, call.arguments, changed, sizes, form=form)
     placements = call.placements
     given = find_taken_placements(traced, placements, mesh)
     # How results lie does not depend on their gradients.
@@ -464,6 +465,16 @@ class ProgramParts:
             for node in self.forward
         )
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Whether each element of the results depends on the elements in its place alone.
+
+        A move between placements is no pointwise operator, so the rules have then changed none.
+        """
+        return not any(isinstance(item, Partial) for item in (*self.lowered.given, *self.lowered.placements)) and all(
+            torch.Tag.pointwise in getattr(node.target, "tags", ()) for node in self.forward
+        )
+
     def describe_forward(self) -> list[str]:
         """Return the operators of the forward pass as text, without the names of values."""
         names = {node: f"i{number}" for number, node in enumerate(self.arguments)}
@@ -545,6 +556,8 @@ def is_same_on_parts(parts: ProgramParts, mesh: Mesh, sizes: SymbolicSizes | Non
     lowered, rank = parts.lowered, mesh.axes[0].rank
     if not parts.is_differentiable:
         return False
+    if parts.is_pointwise:
+        return True
     given = iter(lowered.given)
     arguments = lowered.call.arguments.map(
         lambda kind: replace(kind, shape=tuple(compute_local_shape(kind.shape, (next(given),), [rank]))),
@@ -553,7 +566,7 @@ def is_same_on_parts(parts: ProgramParts, mesh: Mesh, sizes: SymbolicSizes | Non
     whole = (Replicate(),) * len(lowered.given)
     try:
         call = replace(lowered.call, arguments=arguments, placements=whole)
-        local = lower_changing_call(call, lowered.changed, mesh, sizes)
+        local = lower_changing_call(call, lowered.changed, mesh, sizes, form="detached")
     except Exception:  # foreign code ran: the whole shape may stand among its arguments, as in a view
         return False
     return split_program(local).describe_forward() == parts.describe_forward()
