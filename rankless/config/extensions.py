@@ -225,8 +225,8 @@ class Extension(_Declared):
     options_title: str = ""
     """Over the options in `--help`; the name of the extension if it is empty."""
     options_module: str = ""
-    """A module with `make_options()`, which returns a `rankless.config.run_options.RunOptions`: how the options are
-    checked, and what they mean for a run."""
+    """A module with `make_options()`, which returns a `RunOptions` of `rankless.config.extension_run_options`: how the
+    options are checked, and what they mean for a run."""
     participant: str = ""
     """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
     `WorkerConfig`, in runs whose command line has an option of the extension."""

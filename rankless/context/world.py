@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.changes_outside_jobs import ModelChangeDetector, OptimizerChanges
 from rankless.context.joint_events import JointEvents
-from rankless.context.operations import Operations
+from rankless.context.operations_of_all_ranks import Operations
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError

@@ -11,9 +11,9 @@ import msgspec
 
 from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.launch.peers import Peers
+from rankless.launch.launcher_profile import LauncherProfile, make_run_id
+from rankless.launch.other_hosts import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
-from rankless.launch.profile import LauncherProfile, make_run_id
 from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
 from rankless.launch.store_server import StoreServer

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankless.config.extensions import find_extension, import_declared
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, RunConfig
-from rankless.launch.peers import Peers
-from rankless.launch.profile import LauncherProfile
+from rankless.launch.launcher_profile import LauncherProfile
+from rankless.launch.other_hosts import Peers
 from rankless.launch.signals import Interrupts
 from rankless.records.events import AnyRecord
 from rankless.records.live_run import ProcessRow

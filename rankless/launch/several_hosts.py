@@ -25,8 +25,8 @@ from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.single_host_checks import run_preflight
 from rankless.launch.job_setup import ReadyJob, make_start
+from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
-from rankless.launch.profile import LauncherProfile
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
@@ -39,8 +39,8 @@ from rankless.launch.rendezvous.job_token import (
     needs_token_delivery,
 )
 from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
+from rankless.launch.rendezvous.leader_and_followers import FollowerPeers, LeaderPeer
 from rankless.launch.rendezvous.messages import ControlMessage, RoleMessage
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.roles import JoinedHosts, ProcessRole, open_roles

@@ -28,8 +28,7 @@ from typing import Protocol
 
 import msgspec
 
-from rankless.records.new_clients import NewClients
-from rankless.records.store_access import (
+from rankless.records.store_authentication import (
     CHALLENGE_KEY,
     PROOF_KEY,
     REFUSED,
@@ -40,6 +39,7 @@ from rankless.records.store_access import (
     make_nonce,
     prove_to_client,
 )
+from rankless.records.unauthenticated_clients import NewClients
 
 MAGIC_NUMBER = 0x3C85F7CE
 """With it each client begins."""

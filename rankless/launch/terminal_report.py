@@ -13,8 +13,8 @@ from rankless.config.script_view import describe_view
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
-from rankless.launch.peers import Peers
-from rankless.launch.profile import WorkerLogFiles, run_folder
+from rankless.launch.launcher_profile import WorkerLogFiles, run_folder
+from rankless.launch.other_hosts import Peers
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.supervisor import RunOutcome

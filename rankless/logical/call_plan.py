@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.codegen.codegen import generate_function
+from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir import custom_ops
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order

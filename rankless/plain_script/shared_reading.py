@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, defa
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.data.batch_tree import iterate_leaves
-from rankless.data.generators import (
+from rankless.data.random_generators import (
     Generator,
     ProcessStates,
     find_changed_generators,

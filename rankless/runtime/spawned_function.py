@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from rankless.config import environment
-from rankless.data.generators import set_process_states
+from rankless.data.random_generators import set_process_states
 from rankless.errors import RanklessError
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call

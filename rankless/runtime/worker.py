@@ -284,7 +284,7 @@ class WorkerProcess:
             logical_script = importlib.import_module("rankless.runtime.logical_script")
             self._meeting = logical_script.begin_logical_view(self._outside.effects)
         if self._config.observation.is_reference or self._config.observation.is_foreign:
-            importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
+            importlib.import_module("rankless.verify.recording.hook_recorder").record_reference_run(self._config)
         names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(

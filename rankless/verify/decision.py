@@ -23,7 +23,7 @@ from typing import Literal
 
 from rankless.errors import ConfigError
 from rankless.records.job_programs import JobProgram, ProgramRecord
-from rankless.records.recorded_calls import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
+from rankless.records.verify_results import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.first_differing_value import FirstDifferingValue

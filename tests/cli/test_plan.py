@@ -18,7 +18,7 @@ from rankless.records.job_programs import (
 )
 from rankless.records.program_modules import group_by_module
 from rankless.records.quantities import format_decimal_bytes
-from rankless.terminal.program_table import make_plan_report, render_modules, render_plan
+from rankless.terminal.plan_table import make_plan_report, render_modules, render_plan
 
 SCRIPT = """
 import pathlib

@@ -14,7 +14,7 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.peers import Peers
+from rankless.launch.other_hosts import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.launch.watchdog.process_stats import (
     MAX_RETRY_SECONDS,

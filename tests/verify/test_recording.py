@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
-from rankless.records.recorded_calls import (
+from rankless.records.verify_results import (
     JobCalled,
     ModelRegistered,
     RecordingFinished,

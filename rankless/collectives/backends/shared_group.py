@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from rankless.collectives.backends.fused_reductions import FusedReductions
+from rankless.collectives.backends.futex_signals import ControlLayout, Futex, GroupSignals
 from rankless.collectives.backends.group_failure import Membership, make_error
 from rankless.collectives.backends.message_transfers import MessageRing, PointToPoint, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
@@ -16,7 +17,6 @@ from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessId
 from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
 from rankless.collectives.backends.shared_region import SharedRegion, open_shared_region
-from rankless.collectives.backends.signals import ControlLayout, Futex, GroupSignals
 from rankless.collectives.backends.slots import Slots, count_slot_bytes
 from rankless.collectives.backends.store_exchange import StoreExchange, do_nothing
 from rankless.collectives.shared_memory_file import host_identity

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor, fx
 
-from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.extension_operators import is_lookup

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from rankless.config.extension_run_options import describe_processes
 from rankless.config.run_config import RunConfig
-from rankless.config.run_options import describe_processes
 from rankless.records.events import WorkerCut
 from rankless.records.live_run import ProcessRow
 from rankless.records.quantities import format_bytes, format_count, format_ranks, format_sample_rate, format_seconds

@@ -113,7 +113,7 @@ PHASES: tuple[RunPhase, ...] = (
         recognized_by="the rank's stack is in `rankless.once`",
         least_seconds=STARTUP_STALL_SECONDS,
         doing="calls a function once for all ranks",
-        files=("rankless/context/once.py",),
+        files=("rankless/context/once_for_all_ranks.py",),
     ),
     RunPhase(
         name="script",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis
 from rankless.launch.watchdog.phases import BY_NAME as PHASES
-from rankless.launch.watchdog.process_monitor import ProcessStatus
+from rankless.launch.watchdog.role_monitor import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus

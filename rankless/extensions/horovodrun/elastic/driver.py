@@ -23,9 +23,8 @@ from rankless.config.hosts import LOOPBACK
 from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.profile import LauncherProfile, make_run_folder, make_run_id
-from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
-from rankless.launch.recovery.membership import JobFailure, JobMembership
+from rankless.launch.launcher_profile import LauncherProfile, make_run_folder, make_run_id
+from rankless.launch.recovery.membership import Action, JobFailure, JobMembership, KillAction, StartAction
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.supervisor.failure_attribution import attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.failure_report import format_failure

@@ -32,10 +32,10 @@ from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_hosts import describe_servers, find_own_servers
 from rankless.extensions.servers.launch.server_process import make_server_launches
-from rankless.launch.peers import Peers
+from rankless.launch.other_hosts import Peers
 from rankless.launch.rendezvous.host_facts import RoleFacts
 from rankless.launch.rendezvous.job_token import derive_role_token
-from rankless.launch.rendezvous.peers import FollowerPeers, LeaderPeer
+from rankless.launch.rendezvous.leader_and_followers import FollowerPeers, LeaderPeer
 from rankless.launch.roles import JoinedHosts, ProcessRole, RoleHost, WorkerContent
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.records.connection_attempts import UsedPort

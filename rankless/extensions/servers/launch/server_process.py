@@ -18,7 +18,7 @@ import msgspec
 from rankless.config.environment import WORKER_PLAN
 from rankless.config.run_config import AgreedJobConfig
 from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServerConfig, ServersConfig, server_environment
-from rankless.launch.profile import LauncherProfile
+from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.signals import name_signal
 from rankless.records.live_run import ProcessStage
 from rankless.records.private_files import private_opener

@@ -8,7 +8,7 @@ from torch._guards import detect_fake_mode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from rankless.collectives.byte_messages import broadcast_bytes
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.context.world import World
 from rankless.errors import CaptureError, RanklessError
 from rankless.records.encoding import encode_msgpack

@@ -28,9 +28,9 @@ from torch.distributed import distributed_c10d
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.collectives.byte_messages import broadcast_bytes
-from rankless.context.generator_states import save_generators
 from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
 from rankless.errors import CollectiveError, RanklessError, RanksDiverged
+from rankless.parallel.default_generator import save_generators
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_json
 

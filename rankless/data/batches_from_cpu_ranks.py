@@ -18,18 +18,23 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from rankless.collectives.point_to_point import start_receive, start_send
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.context.world import World
 from rankless.data.batch_tree import map_leaves
-from rankless.data.generators import ProcessStates, encode_changed_states, get_process_states, take_encoded_states
-from rankless.data.reader_tensor import (
+from rankless.data.random_generators import (
+    ProcessStates,
+    encode_changed_states,
+    get_process_states,
+    take_encoded_states,
+)
+from rankless.data.sample_reader import BatchRead, BatchRequest
+from rankless.data.tensors_on_cpu_ranks import (
     ReadTensor,
     TensorDescription,
     can_be_described,
     find_kinds_axis,
     order_memory_densely,
 )
-from rankless.data.sample_reader import BatchRead, BatchRequest
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.encoding import encode_msgpack

@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.errors import DataError
 
 _MASK = (1 << 64) - 1

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.launch.peers import PeerPollResult, Peers, StopMode
-from rankless.launch.rendezvous.control_client import LeaderConnection
-from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
+from rankless.launch.other_hosts import PeerPollResult, Peers, StopMode
+from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, LeaderConnection
 from rankless.launch.rendezvous.control_server import (
     ConnectionRejected,
     ControlServer,
@@ -38,8 +37,8 @@ from rankless.launch.rendezvous.messages import (
 from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
-from rankless.records.new_clients import RejectedClients
 from rankless.records.quantities import format_seconds
+from rankless.records.unauthenticated_clients import RejectedClients
 
 
 class FollowerPeers(Peers):

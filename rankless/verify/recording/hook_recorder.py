@@ -9,19 +9,26 @@ divide the data. `verify.reference_comparison` matches the tensors of two differ
 value.
 """
 
+import atexit
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as groups
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from rankless.config.worker_config import WorkerConfig
+from rankless.context.step_events import StepLimit
 from rankless.jobs.dtype_override import cast
 from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
+from rankless.records.verify_results import ScriptSurvey
 from rankless.user_code import script_line, user_line
 from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.run_recorder import RunRecorder
@@ -174,3 +181,37 @@ def _list_parameters(optimizer: Optimizer) -> Sequence[Tensor]:
 
 def _set_backward(module: Any, function: Callable[..., None]) -> None:
     module.backward = function
+
+
+def record_reference_run(config: WorkerConfig) -> None:
+    """Record the training of this process from now on, until the process ends."""
+    assert config.recording is not None
+    limit, seed = config.observation.stop_after_steps, config.perturbation_seed
+    recorder = RunRecorder(
+        config.recording, config.rank, survey=lambda _models: ScriptSurvey(layers=reference.list_layers())
+    )
+    steps = None if limit is None else StepLimit(limit, at_end=lambda: recorder.finish(stopped=True))
+    reference = ReferenceRecorder(
+        recorder,
+        on_step=lambda: None if steps is None else steps.count_step(),
+        dtype=None if config.dtype is None else getattr(torch, config.dtype),
+        noise=None if seed is None else torch.Generator().manual_seed(seed),
+        is_logical=config.is_logical,
+    )
+    reference.start()
+    if dist.is_available():
+        _gather_before_destruction(recorder)
+    atexit.register(recorder.finish)
+
+
+def _gather_before_destruction(recorder: RunRecorder) -> None:
+    """Let a script that destroys its process group leave its distributed tensors to the recorder before."""
+    destroy = dist.destroy_process_group
+
+    @functools.wraps(destroy)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if sys.exc_info()[1] is None:  # other ranks may not come here after an error
+            recorder.gather_distributed_tensors()
+        destroy(group)
+
+    dist.destroy_process_group = groups.destroy_process_group = destroy_process_group

@@ -13,7 +13,7 @@ from rankless.compiler.capture.global_modes import clear_autocast_cache
 from rankless.compiler.capture.results import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
-from rankless.data.reader_tensor import ReaderTensor
+from rankless.data.tensors_on_cpu_ranks import ReaderTensor
 from rankless.deferred_models.building import find_deferred, materialize_tensors
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.arguments import (
