@@ -18,7 +18,7 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
-from rankless.config.script_view import read_zero
+from rankless.config.rank_awareness import read_zero
 from rankless.context.once_for_all_ranks import call_in_one_process, call_once
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions, Reading

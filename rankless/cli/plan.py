@@ -34,8 +34,8 @@ from rankless.config.script_source import digest_source
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
+from rankless.plan_picture.picture_data import collect_plan
 from rankless.plan_picture.picture_file import find_format, write_picture
-from rankless.plan_picture.pictured_job import collect_plan
 from rankless.records.job_programs import DefinedJob, ProgramRecord, read_program_records
 from rankless.records.parallel_plan import JobPlan, ParallelPlan, PlannedAxis
 from rankless.terminal.plan_table import WIDTH, PlanReport, make_plan_report, render_plan

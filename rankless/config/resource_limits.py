@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.records.quantities import format_bytes
+from rankless.records.number_formatting import format_bytes
 
 SHARED_MEMORY = "/dev/shm"
 LITTLE_SHARED_BYTES, FREE_SHARED_BYTES = 64 << 20, 16 << 20

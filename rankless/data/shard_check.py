@@ -25,7 +25,7 @@ from rankless.data.shard_inspection import (
 )
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 SHOWN = 5
 FAULTY_FRACTION = 0.1

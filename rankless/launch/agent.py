@@ -37,7 +37,7 @@ from rankless.launch.worker_output import (
 )
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
 from rankless.records.live_run import ProcessRow, identify_agent
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal

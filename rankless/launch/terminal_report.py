@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
+from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import RunConfig
-from rankless.config.script_view import describe_view
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.job_setup import ReadyJob
@@ -32,7 +32,7 @@ from rankless.launch.supervisor.terminal_text import (
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.records.events import AnyRecord, ProcessRestarted, Started
 from rankless.records.live_run import ProcessRow
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 

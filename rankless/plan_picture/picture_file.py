@@ -8,10 +8,10 @@ from xml.etree import ElementTree
 from rankless.errors import ConfigError
 from rankless.plan_picture.drawing import clean_text
 from rankless.plan_picture.holdings import describe_divisions, format_workers
-from rankless.plan_picture.job_picture import KINDS, draw_one_job, draw_plan, summarize
-from rankless.plan_picture.pictured_job import PicturedJob, PicturedPlan
+from rankless.plan_picture.picture_data import PicturedJob, PicturedPlan
+from rankless.plan_picture.picture_layout import KINDS, draw_one_job, draw_plan, summarize
 from rankless.plan_picture.svg import format_svg, make_svg
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.number_formatting import format_decimal_bytes
 
 STYLE = """
 :root { color-scheme: light dark; }

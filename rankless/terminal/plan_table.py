@@ -21,7 +21,8 @@ from rankless.records.job_programs import (
     ReplicatedOperator,
     TableLookup,
 )
-from rankless.records.program_modules import (
+from rankless.records.number_formatting import format_count, format_decimal_bytes
+from rankless.records.program_by_module import (
     GatherPlace,
     ModuleGroup,
     describe_gather_place,
@@ -29,7 +30,6 @@ from rankless.records.program_modules import (
     group_by_module,
     list_gather_places,
 )
-from rankless.records.quantities import format_count, format_decimal_bytes
 
 WIDTH = 100
 """Columns if the output is not a terminal."""

@@ -419,10 +419,11 @@ def _list_unreached(comparison: Comparison) -> Iterator[str]:
 def _list_job_gaps(one: Recording) -> Iterator[str]:
     calls = Counter(result.job for result in one.results if isinstance(result, JobCalled))
     for job in one.survey.jobs:
+        name = f"job {job.job} ({os.path.basename(job.line)})"
         if not job.called:
-            yield f"job {job.job} ({os.path.basename(job.line)}): it was never called"
+            yield f"{name}: it was never called"
         elif calls[job.job] == 1:
-            yield f"job {job.job} ({os.path.basename(job.line)}): it was called only once, so its program was not used again"
+            yield f"{name}: it was called only once, so its program was not used again"
     yield from _format_names("modules that belong to no job", one.survey.outside)
     texts = {
         f"{leaf.path or 'result'} of {result.job}"

@@ -20,7 +20,7 @@ IMPORTED_LATE = {
     "rankless/cli/__init__.py": "a command is imported when it is called",
     "rankless/cli/program_options.py": "few command lines name a plan",
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
-    "rankless/config/script_view.py": "the metadata of packages takes 40 ms, and most scripts import torch themselves",
+    "rankless/config/rank_awareness.py": "metadata of packages takes 40 ms, and most scripts import torch themselves",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/extensions/servers/training/shared_tables.py": "only shared tables need numba and zmq",
     "rankless/launch/agent.py": "few runs are elastic, and few have processes beside workers",

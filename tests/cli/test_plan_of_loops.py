@@ -12,7 +12,7 @@ from support.warm_runs import rankless
 
 from rankless.logical.observation import find_origin, name_function
 from rankless.records.job_programs import CountedCall, CountedMove, ProgramInputRecord, RecordedStep
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.number_formatting import format_decimal_bytes
 from rankless.terminal.plan_table import make_plan_report, render_plan
 
 SCRIPTS = Path(__file__).parents[1] / "logical" / "scripts"

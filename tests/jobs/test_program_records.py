@@ -22,7 +22,7 @@ from rankless.jobs.programs.program_records import describe_program
 from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_programs import JobProgram
-from rankless.records.program_modules import describe_gather_place, list_gather_places
+from rankless.records.program_by_module import describe_gather_place, list_gather_places
 from rankless.terminal.plan_table import make_plan_report, render_plan
 from rankless.torch_versions import find_name
 from rankless.user_code import display_name

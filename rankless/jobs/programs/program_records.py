@@ -32,8 +32,8 @@ from rankless.records.job_programs import (
     encode_program_record,
     programs_file,
 )
-from rankless.records.program_modules import NOTICE_BYTES, describe_gather_place, list_gather_places
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.number_formatting import format_decimal_bytes
+from rankless.records.program_by_module import NOTICE_BYTES, describe_gather_place, list_gather_places
 
 IN_PIECES = "in pieces, whole while in use"
 """How `rankless plan` describes parameters that are gathered just before their use."""

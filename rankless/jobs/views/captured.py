@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rankless.compiler.capture.capture import TENSOR_LEAF, CapturedJob
 from rankless.compiler.capture.global_modes import clear_autocast_cache
-from rankless.compiler.capture.results import LiveResult
+from rankless.compiler.capture.result_structure import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.data.tensors_on_cpu_ranks import ReaderTensor

@@ -6,7 +6,7 @@ all ranks, as in a script without a job.
 
 from dataclasses import replace
 
-from rankless.compiler.capture.results import map_result
+from rankless.compiler.capture.result_structure import map_result
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.context.world import World
 from rankless.errors import CaptureError

@@ -33,7 +33,7 @@ from rankless.config.validation import choose_devices
 from rankless.errors import ConfigError
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning
-from rankless.records.quantities import format_bytes
+from rankless.records.number_formatting import format_bytes
 from rankless.torch_versions import (
     PINNED,
     SUPPORTED,

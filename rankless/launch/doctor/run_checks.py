@@ -42,7 +42,7 @@ from rankless.records.doctor_records import (
     with_place,
 )
 from rankless.records.encoding import encode_json
-from rankless.records.quantities import format_bytes, format_seconds
+from rankless.records.number_formatting import format_bytes, format_seconds
 from rankless.runtime.subprocess_command import python_command
 
 WARNING_SKEW_SECONDS = 1.0

@@ -37,7 +37,7 @@ from rankless.launch.rendezvous.messages import (
 from rankless.launch.worker_output import Source
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
-from rankless.records.quantities import format_seconds
+from rankless.records.number_formatting import format_seconds
 from rankless.records.unauthenticated_clients import RejectedClients
 
 

@@ -10,7 +10,7 @@ from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line
 from rankless.launch.watchdog.stacks import TRACEBACK_FRAME, parse_traceback
 from rankless.records.events import GroupTeardown, Raised
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 from rankless.user_code import is_library, shorten_path
 
 _TRACEBACK_LINES = 9

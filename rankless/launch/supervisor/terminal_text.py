@@ -12,7 +12,13 @@ from rankless.config.extension_run_options import describe_processes
 from rankless.config.run_config import RunConfig
 from rankless.records.events import WorkerCut
 from rankless.records.live_run import ProcessRow
-from rankless.records.quantities import format_bytes, format_count, format_ranks, format_sample_rate, format_seconds
+from rankless.records.number_formatting import (
+    format_bytes,
+    format_count,
+    format_ranks,
+    format_sample_rate,
+    format_seconds,
+)
 from rankless.records.run_summary import RunSummary
 
 MAX_LINE_CHARS = 300

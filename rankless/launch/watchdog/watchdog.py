@@ -28,7 +28,7 @@ from rankless.records.events import (
     Started,
 )
 from rankless.records.live_run import ProcessRow
-from rankless.records.quantities import format_seconds
+from rankless.records.number_formatting import format_seconds
 from rankless.records.worker_status import open_page
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import all_gather
-from rankless.compiler.capture.results import flatten_result
+from rankless.compiler.capture.result_structure import flatten_result
 from rankless.compiler.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput
 from rankless.compiler.lowering.local_graph import LocalGraph

@@ -50,7 +50,7 @@ from rankless.records.events import (
     RankStatus,
     ScriptFinished,
 )
-from rankless.records.quantities import format_count, format_ranks, format_seconds
+from rankless.records.number_formatting import format_count, format_ranks, format_seconds
 
 
 @dataclass(frozen=True)

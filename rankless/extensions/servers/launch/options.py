@@ -29,7 +29,7 @@ from rankless.extensions.servers.launch.server_hosts import (
     require_server_hosts,
 )
 from rankless.installation import format_install_command
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 
 SERVER_PACKAGES = ("numba", "zmq")
 """What the extra `ps` installs."""

@@ -21,8 +21,8 @@ from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServerConfig, 
 from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.signals import name_signal
 from rankless.records.live_run import ProcessStage
+from rankless.records.number_formatting import format_seconds
 from rankless.records.private_files import private_opener
-from rankless.records.quantities import format_seconds
 from rankless.records.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
 from rankless.records.shared_record import open_shared_file
 from rankless.runtime.process_tree import delayed_interrupts

@@ -11,7 +11,7 @@ from math import prod
 import msgspec
 
 from rankless.records.job_programs import JobProgram, ProgramCommunication, ReplicatedOperator
-from rankless.records.quantities import format_decimal_bytes, format_ranges
+from rankless.records.number_formatting import format_decimal_bytes, format_ranges
 
 OUTSIDE = "outside of modules"
 DEPTH = 2

@@ -13,9 +13,9 @@ from rankless.plan_picture.holdings import (
     describe_holdings,
 )
 from rankless.records.job_programs import DefinedJob, JobMemory, JobProgram, PipelineRecord, ProgramRecord
+from rankless.records.number_formatting import format_decimal_bytes
 from rankless.records.parallel_plan import JobPlan, PlannedAxis
-from rankless.records.program_modules import ModuleGroup, group_by_module
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.program_by_module import ModuleGroup, group_by_module
 
 NO_PLAN = JobPlan(states={})
 

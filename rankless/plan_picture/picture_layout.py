@@ -12,9 +12,9 @@ from rankless.plan_picture.holdings import (
     format_axes,
     format_workers,
 )
-from rankless.plan_picture.pictured_job import PicturedJob, PicturedModule, PicturedMove, PicturedPlan, WorkerMemory
+from rankless.plan_picture.picture_data import PicturedJob, PicturedModule, PicturedMove, PicturedPlan, WorkerMemory
 from rankless.records.job_programs import PipelineRecord, PipelineUnit
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.number_formatting import format_decimal_bytes
 
 WIDTH = 1320
 MARGIN = 24
