@@ -28,7 +28,7 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_events import to_all
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import ConfigError
-from rankless.ownership.extension_modules import list_participants
+from rankless.ownership.extension_nn_modules import list_participants
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
 

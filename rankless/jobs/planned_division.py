@@ -19,7 +19,7 @@ from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.programs.pipelines import choose_copies, choose_owner, count_microbatches
 from rankless.ownership.divided_owner import DividedOwner
-from rankless.ownership.extension_modules import list_extension_modules
+from rankless.ownership.extension_nn_modules import list_extension_modules
 from rankless.ownership.shard_layout import GATHER_BYTES, assign, divide, give_to, group_in_order
 from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters, require_divisible
 from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, list_layer_axes

@@ -2,7 +2,17 @@
 
 from collections.abc import Sequence
 
-from rankless.plan_picture.drawing import GAP, Area, Bar, Drawing, Label, fit_label, measure_text, scale, wrap_texts
+from rankless.plan_picture.bars_and_labels import (
+    GAP,
+    Area,
+    Bar,
+    Drawing,
+    Label,
+    fit_label,
+    measure_text,
+    scale,
+    wrap_texts,
+)
 from rankless.plan_picture.holdings import (
     HeldTensor,
     Holding,

@@ -140,7 +140,8 @@ class ProcessContext:
                 inputs.start()
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
         if config is not None and config.observation.programs is not None and config.recording is None:
-            step_recorder = importlib.import_module("rankless.jobs.programs.step_recorder")  # with the logical view
+            # With the logical view.
+            step_recorder = importlib.import_module("rankless.jobs.programs.logical_step_recorder")
             yield step_recorder.StepRecorder(lambda: self.world.settings.programs)
         if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)

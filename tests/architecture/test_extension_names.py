@@ -17,7 +17,7 @@ NAMED = {
     "rankless/runtime/hooks/torch_settings.py": "compares with torchrun",
     "rankless/runtime/worker.py": "names the option of each command that starts plain processes",
     "rankless/launch/recovery/membership.py": "elastic jobs are Horovod's so far",
-    "rankless/launch/watchdog/phases.py": "a table for users",
+    "rankless/launch/watchdog/phase_timeouts.py": "a table for users",
     "rankless/parameter_server.py": "the public path of the extension `servers`",
     "rankless/verify/causes.py": "names the call that mends a script",
 }

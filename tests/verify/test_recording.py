@@ -6,7 +6,7 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
+from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
 from rankless.records.verify_results import (
     JobCalled,
     ModelRegistered,

@@ -27,7 +27,7 @@ from typing import Any
 
 from rankless.collectives.backends.group_failure import Membership, make_error, make_forked_error
 from rankless.collectives.backends.peer_liveness import PeerProcesses
-from rankless.config.resource_limits import core_count
+from rankless.config.available_resources import core_count
 from rankless.records.group_failures import (
     FAILURE_OFFSET,
     GROUP_MARK,

@@ -22,7 +22,7 @@ from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_refused_argument
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
+from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
 
 
 class PlainView:

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
-from rankless.config.environment import user_visible_devices
-from rankless.config.resource_limits import (
+from rankless.config.available_resources import (
     FREE_SHARED_BYTES,
     SHARED_MEMORY,
     core_count,
@@ -28,6 +26,8 @@ from rankless.config.resource_limits import (
     measure_shared_memory,
     read_limit,
 )
+from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
+from rankless.config.environment import user_visible_devices
 from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK, can_reserve
 from rankless.config.validation import choose_devices
 from rankless.errors import ConfigError

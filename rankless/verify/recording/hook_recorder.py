@@ -27,7 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankless.config.worker_config import WorkerConfig
 from rankless.context.step_events import StepLimit
 from rankless.jobs.dtype_override import cast
-from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
+from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
 from rankless.records.verify_results import ScriptSurvey
 from rankless.user_code import script_line, user_line
 from rankless.verify.recording.input_digests import InputDigests

@@ -20,7 +20,7 @@ from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.program_cache import CacheLookup
-from rankless.ownership.extension_modules import list_extension_modules
+from rankless.ownership.extension_nn_modules import list_extension_modules
 
 
 class EarlyRows:

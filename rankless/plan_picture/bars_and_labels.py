@@ -1,4 +1,4 @@
-"""A picture as data: bars and labels at their places, which tests can check and `svg` writes."""
+"""A picture as data: bars and labels at their places, which tests can check and `picture_file` writes."""
 
 import re
 import unicodedata
