@@ -1,7 +1,7 @@
 """Generate straight-line Python code for one rank's program, and call it below autograd.
 
 The part of a program that computes the ids of its lookups is a program of its own (`IdsProgram`). It can run before
-the call, to ask for rows early (`context.joint_events`).
+the call, to ask for rows early (`context.events_of_all_ranks`).
 """
 
 import linecache

@@ -232,8 +232,8 @@ class Extension(_Declared):
     `WorkerConfig`, in runs whose command line has an option of the extension."""
     joint_participant: str = ""
     """A module with `make_joint_participant(events, config, workers)`, which returns a
-    `rankless.context.joint_events.JointParticipant`: in runs with a role or an option of the extension, and for models
-    whose modules name the module in `rankless_participant`."""
+    `JointParticipant` of `rankless.context.events_of_all_ranks`: in runs with a role or an option of the extension, and
+    for models whose modules name the module in `rankless_participant`."""
     worker_kinds: bool = False
     """Whether the joint participant says what each kind of workers computes, in runs with heterogeneous workers."""
     saved_rows: str = ""

@@ -18,9 +18,9 @@ from rankless.jobs.arguments import FlattenedArguments, PositionDims, find_batch
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.programs.pipelines import choose_copies, choose_owner, count_microbatches
-from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.extension_nn_modules import list_extension_modules
 from rankless.ownership.shard_layout import GATHER_BYTES, assign, divide, give_to, group_in_order
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters, require_divisible
 from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, list_layer_axes
 from rankless.parallel.plan import Plan
@@ -187,7 +187,7 @@ class PlannedDivision:
         job = self._job
         is_decided = self._given is not None or self._divisions is not None or self._stages is not None
         divides = job.step_options.zero is not None or is_decided
-        if self.needs_program or not isinstance(self._world.owner, DividedOwner) or not divides:
+        if self.needs_program or not isinstance(self._world.owner, ShardedStateOwner) or not divides:
             return True
         return count_group_parameters(job) == self._known
 
@@ -206,7 +206,7 @@ class PlannedDivision:
         if self.is_up_to_date:
             return False
         job, owner = self._job, self._world.owner
-        assert isinstance(owner, DividedOwner)
+        assert isinstance(owner, ShardedStateOwner)
         self._known = count_group_parameters(job)
         tensors = named_tensors(job.modules)
         plan = self.plan

@@ -1,4 +1,4 @@
-"""From a `RunConfig` to a job whose hosts are all there. `several_hosts` has the part of runs on several."""
+"""From a `RunConfig` to a job whose hosts are all there. `multi_host_setup` has the part of runs on several."""
 
 import contextlib
 import importlib
@@ -98,8 +98,8 @@ def set_up_job(
             )
         return
     # Imported here: most runs have one host.
-    several_hosts = importlib.import_module("rankless.launch.several_hosts")
-    with several_hosts.set_up_job_on_hosts(
+    multi_host_setup = importlib.import_module("rankless.launch.multi_host_setup")
+    with multi_host_setup.set_up_job_on_hosts(
         config, profile, config.cluster, interrupts=interrupts, notify=notify, token=token
     ) as job:
         yield job

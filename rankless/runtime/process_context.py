@@ -25,7 +25,7 @@ from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.joint_events import JointEvents
+from rankless.context.events_of_all_ranks import JointEvents
 from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.context.joint_events import JobParticipant
+from rankless.context.events_of_all_ranks import JobParticipant
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import TableError

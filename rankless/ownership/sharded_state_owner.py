@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.errors import ConfigError
-from rankless.ownership.host_memory import copy_to_device, copy_to_host
+from rankless.ownership.host_offload import copy_to_device, copy_to_host
 from rankless.ownership.parameter_with_shards import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
@@ -46,7 +46,7 @@ from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
 
 
-class DividedOwner(StateOwner):
+class ShardedStateOwner(StateOwner):
     """Holds shards of the states that plans divide along an axis; see Note [owners within owners].
 
     Args:
@@ -131,7 +131,7 @@ class DividedOwner(StateOwner):
             if complete is not None:
                 self.begin_call()
         self.begin_call()
-        if isinstance(self._within, DividedOwner):
+        if isinstance(self._within, ShardedStateOwner):
             left = JobPlan(states={name: omit_divisions(state, self._axis) for name, state in plan.states.items()})
             shards = {name: self._get_own_holder(tensors[name]) for name in plan.states}
             self._within.divide(left, shards, line=line, complete=complete and only_for(complete, tensors, shards))
