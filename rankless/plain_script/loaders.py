@@ -20,7 +20,7 @@ from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
 from rankless.plain_script.effects import Effects
-from rankless.plain_script.shared_reading import LoaderState, SharedReading
+from rankless.plain_script.own_sample_reading import LoaderState, SharedReading
 
 ITERATE = DataLoader.__iter__
 

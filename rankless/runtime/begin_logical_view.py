@@ -1,6 +1,7 @@
-"""How the ranks of a logical view meet outside PyTorch's functions: at effects of the script."""
+"""Begins the logical view of a worker's script, once the script imports torch or has its first effect."""
 
 import struct
+import sys
 
 import torch
 import torch.distributed as dist
@@ -8,6 +9,10 @@ import torch.distributed as dist
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.world import World
 from rankless.logical.agreement import RankAgreement
+from rankless.plain_script.effects import Effects
+from rankless.plain_script.install_view import install
+from rankless.runtime.current_context import current_context
+from rankless.runtime.process_context import RecordObserver
 
 LENGTH = struct.Struct("<q")
 PACKET_BYTES = 512
@@ -66,3 +71,21 @@ class Meeting:
     def finish(self) -> None:
         """Compare no more: the ranks have reached the end of the script, and meet in what it has left for it."""
         self._compares = False
+
+
+def begin_logical_view(effects: Effects) -> Meeting:
+    """Join the other ranks, and let the script see one process whose batches are whole.
+
+    Args:
+        effects: What the ranks do once.
+    """
+    hook = sys.excepthook
+    context = current_context(make_observer=_refuse_observer)
+    sys.excepthook = hook  # joining has put the rank before each line of a traceback
+    context.logical = install(context.world, effects)
+    return Meeting(context.world, context.logical.agreement)
+
+
+def _refuse_observer() -> RecordObserver:
+    """Only a process without an agent asks for one."""
+    raise AssertionError("the logical view begins in workers of a run")

@@ -1,4 +1,4 @@
-"""Everything outside its process that a script in the logical view touches, as one process would."""
+"""Install what lets a script in the logical view touch everything outside its process as one process would."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -7,12 +7,12 @@ from typing import Any
 from rankless.plain_script.effects import EffectRanks, Effects
 from rankless.plain_script.equal_sources import EqualSources
 from rankless.plain_script.file_effects import FileEffects
-from rankless.plain_script.library_files import LibraryFiles
 from rankless.plain_script.library_writers import LibraryWriters
+from rankless.plain_script.native_library_files import LibraryFiles
 from rankless.plain_script.process_effects import ProcessEffects
 
 
-class Outside:
+class InstalledEffects:
     """What surrounds the script of a rank.
 
     Args:

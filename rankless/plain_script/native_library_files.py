@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 from rankless.plain_script.effects import Effects, replace_everywhere, take_whole_values
 from rankless.plain_script.file_effects import FileEffects
-from rankless.plain_script.private_files import FSTAT, OS_OPEN, OpenFile
+from rankless.plain_script.substitute_files import FSTAT, OS_OPEN, OpenFile
 
 LISTDIR, STAT = os.listdir, os.stat
 

@@ -5,27 +5,32 @@ import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rankless.config.environment import read_worker_config
 from rankless.context.world import World
+from rankless.logical.agreement import RankAgreement
 from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.observation import OBSERVERS, send_call
 from rankless.logical.tensor import DividedTensor, LogicalView
-from rankless.plain_script.draws import divide_draws
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches
-from rankless.plain_script.optimizer_settings import OptimizerSettings
-from rankless.plain_script.script_steps import ScriptSteps
+from rankless.plain_script.random_draws import divide_draws
 from rankless.plain_script.sharded_optimizers import ShardedOptimizers
 from rankless.plain_script.single_process import hide_ranks
+from rankless.plain_script.step_notifications import ScriptSteps
 from rankless.user_code import script_line
+
+COMPARED = (bool, int, float, tuple, str)
 
 
 def install(world: World, effects: Effects | None = None) -> LogicalView:
@@ -91,3 +96,41 @@ class PlainCalls(TorchFunctionMode):
             if has_gradient and not any(isinstance(item, DividedTensor) for item in (*results, *given)):
                 send_call(func, "plain", "its tensors are not divided")
         return found
+
+
+class OptimizerSettings:
+    """Notes the settings and the first parameters of a script's optimizers, which must be equal on all ranks.
+
+    They come from Python, so a rank that computes them from what differs between processes would train by other
+    numbers, and no gradient would show it.
+
+    Args:
+        agreement: What the ranks compare.
+    """
+
+    def __init__(self, agreement: RankAgreement) -> None:
+        self._agreement = agreement
+        self._noted: WeakKeyDictionary[Optimizer, list[Any]] = WeakKeyDictionary()
+
+    def watch(self) -> None:
+        """Note the settings of each optimizer before it steps, until this process ends."""
+        register_optimizer_step_pre_hook(lambda optimizer, *_: self._compare(optimizer))
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        """Compare settings that have changed since the last step, and parameters that are new."""
+        name = type(optimizer).__name__
+        settings = [
+            [(key, value) for key, value in group.items() if type(value) in COMPARED] + [len(group["params"])]
+            for group in optimizer.param_groups
+        ]
+        noted = self._noted.get(optimizer)
+        if noted == settings:
+            return
+        if noted is None or [group[-1] for group in noted] != [group[-1] for group in settings]:
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            for number, parameter in enumerate(parameters):
+                if type(parameter) in (Tensor, Parameter):
+                    self._agreement.note_tensor(parameter.detach().cpu(), f"parameter {number} of {name}, with digest")
+        self._noted[optimizer] = settings
+        self._agreement.note(settings, f"the settings of {name}")
+        self._agreement.check(f"the first step of {name} with these settings")
