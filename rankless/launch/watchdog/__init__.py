@@ -3,9 +3,8 @@
 `watchdog` combines the parts. The supervisor calls it on every tick and passes it every record. Each module adds one
 kind of evidence:
 
-- `phase_timeouts`: the table of the phases of a run, with the limits of each;
+- `phase_timeouts`: the table of the phases of a run, with the limits of each, and the usual time of a step;
 - `process_stats`: CPU time and context switches of each worker, from `/proc`;
-- `step_rate`: the optimizer steps that the workers count in shared memory;
 - `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
 - `worker_monitor`: the `RankStatus` of each local rank;
 - `role_monitor`: the state of the processes beside the workers;

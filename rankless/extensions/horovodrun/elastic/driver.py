@@ -36,8 +36,8 @@ from rankless.launch.supervisor.supervisor import (
 )
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
+from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting
-from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import RankAssignment, RoundStarted, WorkerMessage, WorkerReady
 from rankless.records.events import (
