@@ -39,7 +39,7 @@ from rankless.logical.call_trace import (
     TracedCall,
     trace_call,
 )
-from rankless.logical.moves import find_gradient_placement, put_among_zeros
+from rankless.logical.redistribution import find_gradient_placement, put_among_zeros
 from rankless.logical.second_gradients import GradientCall, find_draws, make_gradient_call, write_graph
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape

@@ -15,8 +15,8 @@ from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
+from rankless.logical.function_handlers import take_whole
 from rankless.logical.gradients import LogicalBackward
-from rankless.logical.handlers import take_whole
 from rankless.logical.tensor import LogicalView
 from rankless.plain_script.loaders import convert_tensor
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from rankless.logical.moves import find_gradient_placement, move_with_gradient
-from rankless.logical.observation import READ, MoveReason, send_call
+from rankless.logical.call_observers import READ, MoveReason, send_call
+from rankless.logical.redistribution import find_gradient_placement, move_with_gradient
 from rankless.logical.tensor import (
     HANDLERS,
     IN_TRANSFORM,
