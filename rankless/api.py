@@ -46,8 +46,8 @@ from rankless.runtime.current_context import (
     require_ranks,
 )
 from rankless.runtime.process_context import ProcessContext, RecordObserver
-from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
-from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
+from rankless.runtime.rendezvous.find_rendezvous import JOIN_TIMEOUT_SECONDS
+from rankless.runtime.rendezvous.init_arguments import parse_rendezvous_address
 from rankless.terminal.progress_display import ProgressDisplay
 from rankless.user_code import caller_line, display_name
 

@@ -155,7 +155,7 @@ class Role(_Declared):
     """The kind of process that the extension adds to a run, beside its workers."""
 
     module: str
-    """Has `make_role(config)`, which returns a `rankless.launch.roles.ProcessRole` for one host of a run."""
+    """Has `make_role(config)`, which returns a `rankless.launch.process_roles.ProcessRole` for one host of a run."""
     title: str
     """What a message calls all its processes, as in "the clocks"."""
     process: str

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from rankless.collectives import all_gather_object
-from rankless.collectives.group_queues import resolve_group
+from rankless.collectives.collective_queues import resolve_group
 from rankless.data.sample_reader import digest_sample
 from rankless.data.shard_inspection import (
     Keys,

@@ -24,9 +24,9 @@ from rankless.config.hosts import (
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
 from rankless.launch.doctor.single_host_checks import run_preflight
-from rankless.launch.job_setup import ReadyJob, make_start
 from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
+from rankless.launch.process_roles import JoinedHosts, ProcessRole, open_roles
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
@@ -43,7 +43,7 @@ from rankless.launch.rendezvous.leader_and_followers import FollowerPeers, Leade
 from rankless.launch.rendezvous.messages import ControlMessage, RoleMessage
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
-from rankless.launch.roles import JoinedHosts, ProcessRole, open_roles
+from rankless.launch.run_setup import ReadyJob, make_start
 from rankless.launch.signals import Interrupts
 from rankless.launch.store_server import StoreServer
 from rankless.records.connection_attempts import UsedPort

@@ -36,12 +36,12 @@ from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.process_groups import make_world_group, make_world_mesh
 from rankless.runtime.rendezvous.file import join_file_rendezvous
-from rankless.runtime.rendezvous.job_rendezvous import (
+from rankless.runtime.rendezvous.find_rendezvous import (
     RendezvousInfo,
     parameters_from_torchrun,
     print_notice,
 )
-from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world

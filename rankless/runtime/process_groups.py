@@ -27,7 +27,7 @@ from rankless.errors import JoinError
 from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.hooks.init_process_group import find_original_init
-from rankless.runtime.rendezvous.job_rendezvous import print_notice
+from rankless.runtime.rendezvous.find_rendezvous import print_notice
 from rankless.runtime.rendezvous.run_store import STORE_TIMEOUT
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS
 

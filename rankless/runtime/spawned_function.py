@@ -23,7 +23,7 @@ from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, 
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.init_process_group import use_fastest_group
 from rankless.runtime.process_tree import set_parent_death_signal
-from rankless.runtime.rendezvous.job_rendezvous import print_notice
+from rankless.runtime.rendezvous.find_rendezvous import print_notice
 from rankless.runtime.user_program import unload_shadowed
 from rankless.terminal import process_title
 from rankless.user_code import PACKAGE_FOLDER

@@ -12,7 +12,7 @@ NAMED = {
     "rankless/config/worker_config.py": "likewise",
     "rankless/collectives/distributed_sampler.py": "likewise",
     "rankless/runtime/process_context.py": "likewise",
-    "rankless/runtime/rendezvous/job_rendezvous.py": "likewise; advises users of mpirun",
+    "rankless/runtime/rendezvous/find_rendezvous.py": "likewise; advises users of mpirun",
     "rankless/runtime/redirect_output.py": "compares with torchrun",
     "rankless/runtime/hooks/torch_settings.py": "compares with torchrun",
     "rankless/runtime/worker.py": "names the option of each command that starts plain processes",

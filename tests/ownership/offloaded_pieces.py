@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
-from rankless.jobs.planned_division import make_default_plan
+from rankless.jobs.state_division import make_default_plan
 from rankless.ownership import sharded_state_owner
 from rankless.ownership.shard_layout import ShardGroup, ShardLayout
 from rankless.ownership.sharded_state_owner import ShardedStateOwner

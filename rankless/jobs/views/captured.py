@@ -25,10 +25,10 @@ from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
-from rankless.jobs.planned_division import PlannedDivision, apply_plan
 from rankless.jobs.programs.bound_program import BoundProgram, ModuleTensorReferences, collect_inputs, find_slot
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
 from rankless.jobs.programs.program_cache import CacheLookup, ProgramCache, ProgramRun
+from rankless.jobs.state_division import PlannedDivision, apply_plan
 
 
 class ConsistentView:

@@ -1,4 +1,4 @@
-"""From a `RunConfig` to a job whose hosts are all there. `multi_host_setup` has the part of runs on several."""
+"""From a `RunConfig` to a run whose hosts are all there. `multi_host_setup` has the part of runs on several."""
 
 import contextlib
 import importlib
@@ -14,7 +14,7 @@ from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.launcher_profile import LauncherProfile, make_run_id
 from rankless.launch.other_hosts import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
-from rankless.launch.roles import ProcessRole, RoleHost, WorkerContent, open_roles
+from rankless.launch.process_roles import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signals import Interrupts
 from rankless.launch.store_server import StoreServer
 

@@ -1,4 +1,4 @@
-"""The rendezvous of this process with the ranks of its job, whichever launcher has started them."""
+"""Find the rendezvous of this process with the ranks of its job, whichever launcher has started them."""
 
 import sys
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rankless.config.hosts import LOOPBACK
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 from rankless.runtime.rendezvous.run_store import open_worker_store
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 
