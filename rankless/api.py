@@ -18,22 +18,21 @@ import torch
 from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
-from rankless.config.script_view import read_zero
-from rankless.context.once import call_in_one_process, call_once
+from rankless.config.rank_awareness import read_zero
+from rankless.context.once_for_all_ranks import call_in_one_process, call_once
 from rankless.context.world import World
-from rankless.data.generators import take_process_states
 from rankless.data.loader import Loader, LoaderOptions, Reading
+from rankless.data.random_generators import take_process_states
 from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.deferred_models.building import DeferredBuild
 from rankless.errors import ConfigError
-from rankless.jobs.argument_placeholders import PerDevice, Whole
+from rankless.jobs.declared_argument_shapes import PerDevice, Whole
 from rankless.jobs.job import Job, divide_states_of_jobs, make_job
 from rankless.jobs.job_definition import Models, Optimizers, RandomSource, StepOptions
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
-from rankless.launch.spawn_function import Spawned
+from rankless.launch.spawn_function import Show, Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
-from rankless.launch.spawn_output import Show
 from rankless.parallel.plan import Plan, PlanSource, place
 from rankless.plain_script.loaders import shard_loaded, shard_whole
 from rankless.records.events import AnyRecord, Notice, Progress
@@ -47,8 +46,8 @@ from rankless.runtime.current_context import (
     require_ranks,
 )
 from rankless.runtime.process_context import ProcessContext, RecordObserver
-from rankless.runtime.rendezvous.job_rendezvous import JOIN_TIMEOUT_SECONDS
-from rankless.runtime.rendezvous.parameters import parse_rendezvous_address
+from rankless.runtime.rendezvous.find_rendezvous import JOIN_TIMEOUT_SECONDS
+from rankless.runtime.rendezvous.init_arguments import parse_rendezvous_address
 from rankless.terminal.progress_display import ProgressDisplay
 from rankless.user_code import caller_line, display_name
 

@@ -15,8 +15,8 @@ import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
 from rankless.context.changes_outside_jobs import ModelChangeDetector
-from rankless.context.operations import Operations
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.context.operations_of_all_ranks import Operations
+from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 MODELS = {"mlp": MLP, "lenet": LeNet, "gpt": GPT}

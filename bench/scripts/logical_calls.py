@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bench.alternating import measure_calls
 from rankless.api import _world
-from rankless.logical import handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical import function_handlers  # noqa: F401  # registers what tensors answer
 from rankless.logical.tensor import LogicalView, shard_rows
 
 ROWS, WIDTH = 8, 16

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.loading import load
+from rankless.checkpoint.raise_on_all_ranks import Agreement
 from rankless.checkpoint.retention import (
     CheckpointDirectory,
     CheckpointSeries,

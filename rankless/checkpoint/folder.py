@@ -21,9 +21,9 @@ from pathlib import Path
 import msgspec
 import safetensors
 
-from rankless.checkpoint.collective_errors import OtherRankFailed
 from rankless.checkpoint.file_io import sync
 from rankless.checkpoint.manifest import MANIFEST_NAME, TENSORS_NAME, TensorFile
+from rankless.checkpoint.raise_on_all_ranks import OtherRankFailed
 from rankless.errors import CheckpointError
 
 STALL_TIMEOUT_SECONDS = 600.0

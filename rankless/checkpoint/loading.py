@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import restore_random_state, select_rank_state
 from rankless.checkpoint.file_io import read_manifest
 from rankless.checkpoint.folder import find_checkpoint
 from rankless.checkpoint.manifest import Manifest, Node, TensorReference, iterate_nodes
+from rankless.checkpoint.raise_on_all_ranks import Agreement
 from rankless.checkpoint.state_tree import DetachedWithoutGather, decode
 from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.building import materialize

@@ -23,11 +23,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rankless.checkpoint.collective_errors import Agreement
 from rankless.checkpoint.content import Content, gather_content, leave_out_rows, pack_random_state, unpack_random_state
 from rankless.checkpoint.file_io import write_manifest
 from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
 from rankless.checkpoint.manifest import Manifest, Node, RowRange, SeriesPosition, TensorPiece
+from rankless.checkpoint.raise_on_all_ranks import Agreement
 from rankless.checkpoint.retention import CheckpointSeries
 from rankless.checkpoint.row_files import KeyedRows, write_rows
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter

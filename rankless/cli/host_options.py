@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from rankless.config import environment
 from rankless.config.environment import chosen_variables
+from rankless.config.extension_run_options import GivenOptions, NamedWorkers, find_named_workers
 from rankless.config.hosts import (
     DEFAULT_PORT,
     Host,
@@ -16,7 +17,6 @@ from rankless.config.hosts import (
     require_port,
 )
 from rankless.config.run_config import Cluster
-from rankless.config.run_options import GivenOptions, NamedWorkers, find_named_workers
 from rankless.errors import ConfigError
 
 LOG_FOLDER_HELP = "Folder for the logs of runs. Default: RANKLESS_LOG_DIR, else log."

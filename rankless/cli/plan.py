@@ -26,19 +26,19 @@ from rankless.cli.program_options import (
     read_program,
 )
 from rankless.config.environment import default_log_folder
+from rankless.config.extension_run_options import count_row_holders, read_options
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
-from rankless.config.run_options import count_row_holders, read_options
 from rankless.config.script_source import digest_source
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
+from rankless.plan_picture.picture_data import collect_plan
 from rankless.plan_picture.picture_file import find_format, write_picture
-from rankless.plan_picture.pictured_job import collect_plan
 from rankless.records.job_programs import DefinedJob, ProgramRecord, read_program_records
 from rankless.records.parallel_plan import JobPlan, ParallelPlan, PlannedAxis
-from rankless.terminal.program_table import WIDTH, PlanReport, make_plan_report, render_plan
+from rankless.terminal.plan_table import WIDTH, PlanReport, make_plan_report, render_plan
 from rankless.verify.runs import INTERRUPTED, RunFailed, run_silently
 from rankless.version import VERSION
 

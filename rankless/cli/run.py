@@ -19,10 +19,10 @@ from rankless.cli.program_options import (
 from rankless.config import environment
 from rankless.config.cluster_variables import expand_hosts, read_cluster_worker, read_node_count
 from rankless.config.environment import default_log_folder
+from rankless.config.extension_run_options import read_options
 from rankless.config.hosts import Host
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
-from rankless.config.run_options import read_options
 from rankless.config.validation import count_gpus, make_run_config
 from rankless.errors import ConfigError
 from rankless.launch import agent

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from rankless.cli.json_output import JsonHeader, encode_json_line
 from rankless.config.environment import default_log_folder
 from rankless.errors import ConfigError
-from rankless.launch.status.readings import RunReading, read_run
-from rankless.launch.status.reports import report_gone, report_running
+from rankless.launch.status.build_status import report_gone, report_running
+from rankless.launch.status.read_counters import RunReading, read_run
 from rankless.launch.status.run_lookup import FoundRuns, find_named_run, find_running_runs
 from rankless.records.live_run import LiveRun
 from rankless.records.run_status import RunStatus

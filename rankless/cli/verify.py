@@ -23,10 +23,10 @@ from rankless.cli.program_options import (
     read_program,
 )
 from rankless.config.environment import default_log_folder
+from rankless.config.extension_run_options import NamedWorkers, check_options, describe_processes, read_options
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
+from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
-from rankless.config.run_options import NamedWorkers, check_options, describe_processes, read_options
-from rankless.config.script_view import describe_view
 from rankless.config.validation import check_program, choose_run_mesh, choose_view
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner

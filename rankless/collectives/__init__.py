@@ -5,7 +5,7 @@ its names, `timeout` as a `datetime.timedelta` included; the additions of Rankle
 compares the calls of all ranks (`collective_check`).
 
 For Rankless itself: tensors, bytes and typed values over a mesh (`mesh_collectives`, `byte_messages`,
-`typed_values`), and the comparison of whole calls between ranks (`desync_detection`). `compiler`, `jobs`, `data` and
+`value_encoding`), and the comparison of whole calls between ranks (`desync_detection`). `compiler`, `jobs`, `data` and
 `checkpoint` call them. Only this package, and `runtime` to make the process groups, call `torch.distributed`.
 """
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from rankless.collectives.checked_groups import AnyGroup, resolve_group
+from rankless.collectives.collective_queues import AnyGroup, resolve_group
 from rankless.collectives.data_movement import broadcast
 from rankless.collectives.mesh_collectives import flatten_by_kind
 from rankless.collectives.object_collectives import all_gather_object, broadcast_object_list
-from rankless.collectives.typed_values import encode_value
+from rankless.collectives.value_encoding import encode_value
 from rankless.errors import ConfigError, RanksDiverged
 
 Parameters = nn.Module | Mapping[str, Any] | Iterable[tuple[str, Any]]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rankless.errors import CollectiveError
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 Shape = tuple[int, ...]
 

@@ -25,7 +25,7 @@ from rankless.collectives.call_signature import Call, PostedCall, require_matchi
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
 from rankless.errors import CollectiveError
 from rankless.records.encoding import encode_msgpack
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 from rankless.user_code import caller_line
 
 SLOTS = 2

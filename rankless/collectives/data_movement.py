@@ -31,7 +31,7 @@ from rankless.collectives.argument_checks import (
 )
 from rankless.collectives.call_signature import Call, Shape
 from rankless.collectives.checked_collectives import Issue, PendingWork, combine_works
-from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind, is_copied
 from rankless.errors import ConfigError
 from rankless.torch_versions import find_function

@@ -28,7 +28,7 @@ from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError, receive_exactly
-from rankless.records.new_clients import NewClients
+from rankless.records.unauthenticated_clients import NewClients
 
 NUMBER = struct.Struct("<Q")
 FRAMES = FrameFormat("<I")

@@ -1,7 +1,7 @@
 """Collectives of Python objects, with the names and signatures of `torch.distributed`, without pickle by default.
 
 Numbers, text, containers, tensors, NumPy arrays, paths, dates, enums, dataclasses and msgspec structs keep their types
-(see `typed_values`). With `allow_pickle=True` on every rank, whatever pickle takes is sent too. A rank that sends can
+(see `value_encoding`). With `allow_pickle=True` on every rank, whatever pickle takes is sent too. A rank that sends can
 then run code on the ranks that receive.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rankless.collectives.argument_checks import require_list_on_root, require_one_each
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.data_movement import all_gather, all_gather_single, broadcast, gather, scatter
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.errors import ConfigError
 
 

@@ -29,7 +29,7 @@ from rankless.collectives.argument_checks import (
 )
 from rankless.collectives.call_signature import Call
 from rankless.collectives.checked_collectives import PendingWork, combine_works
-from rankless.collectives.checked_groups import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind
 from rankless.torch_versions import find_function
 

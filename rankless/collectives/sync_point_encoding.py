@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import DescribeDifference
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 HEADER = struct.Struct("<HH")
 """Bytes of the text, and number of digests after it. Both are part of what ranks compare."""

@@ -8,7 +8,6 @@ The folders in the order of a compilation:
   one program, or would be lost or stale in one, is refused with its line. `guards` finds the Python values that were
   read.
 - `analysis` finds what splitting the batch does to each value, and what a loss divides by (gradient accumulation).
-- `program_agreement` compares the graphs of all ranks. If they differ, nothing runs.
 - `sharding` gives each value a placement along each axis, and each operator a strategy from `rule_table`, which has
   those of `rules`. `probing` tries an operator without a rule.
 - `lowering` makes each rank's program from it: redistributions, sums and counts instead of means, values that the

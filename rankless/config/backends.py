@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import get_args
 
 from rankless.config.environment import user_backend
+from rankless.config.extension_run_options import count_lost_workers
 from rankless.config.run_config import Backend, RunConfig, RunObservation
-from rankless.config.run_options import count_lost_workers
 from rankless.config.shared_memory_support import is_supported
 from rankless.errors import ConfigError
 

@@ -155,7 +155,7 @@ class Role(_Declared):
     """The kind of process that the extension adds to a run, beside its workers."""
 
     module: str
-    """Has `make_role(config)`, which returns a `rankless.launch.roles.ProcessRole` for one host of a run."""
+    """Has `make_role(config)`, which returns a `rankless.launch.process_roles.ProcessRole` for one host of a run."""
     title: str
     """What a message calls all its processes, as in "the clocks"."""
     process: str
@@ -225,15 +225,15 @@ class Extension(_Declared):
     options_title: str = ""
     """Over the options in `--help`; the name of the extension if it is empty."""
     options_module: str = ""
-    """A module with `make_options()`, which returns a `rankless.config.run_options.RunOptions`: how the options are
-    checked, and what they mean for a run."""
+    """A module with `make_options()`, which returns a `RunOptions` of `rankless.config.extension_run_options`: how the
+    options are checked, and what they mean for a run."""
     participant: str = ""
     """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
     `WorkerConfig`, in runs whose command line has an option of the extension."""
     joint_participant: str = ""
     """A module with `make_joint_participant(events, config, workers)`, which returns a
-    `rankless.context.joint_events.JointParticipant`: in runs with a role or an option of the extension, and for models
-    whose modules name the module in `rankless_participant`."""
+    `JointParticipant` of `rankless.context.events_of_all_ranks`: in runs with a role or an option of the extension, and
+    for models whose modules name the module in `rankless_participant`."""
     worker_kinds: bool = False
     """Whether the joint participant says what each kind of workers computes, in runs with heterogeneous workers."""
     saved_rows: str = ""

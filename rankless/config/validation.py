@@ -8,16 +8,16 @@ import shutil
 
 import msgspec
 
+from rankless.config.available_resources import core_count
 from rankless.config.backends import read_requested_backend, require_usable_backend
 from rankless.config.cluster_variables import choose_grace
 from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
+from rankless.config.extension_run_options import check_options, count_processes
 from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
-from rankless.config.resource_limits import core_count
+from rankless.config.rank_awareness import decide_view, read_zero
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, ScriptView, check_elastic
-from rankless.config.run_options import check_options, count_processes
 from rankless.config.script_source import names_rankless
-from rankless.config.script_view import decide_view, read_zero
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 

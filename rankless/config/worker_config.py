@@ -49,7 +49,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     store_address: str = "127.0.0.1"
     store_port: int | None = None
     store_token: str = ""
-    """What the store of all ranks asks for. See Note [store access] in `records.store_access`."""
+    """What the store of all ranks asks for. See Note [store access] in `records.store_authentication`."""
     status_descriptor: int | None = None
     """The inherited memory to which it writes its steps and, on request, its stacks; None without a watchdog."""
     rounds_descriptor: int | None = None

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from rankless.collectives.sync_point_encoding import MAX_DETAILS_BYTES
 from rankless.context.changes_outside_jobs import OptimizerChanges, StateEntry
 from rankless.records.encoding import encode_msgpack
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 MAX_ELEMENTS = 16
 """Tensors on the CPU with at most this many elements are compared by value, such as a learning rate."""

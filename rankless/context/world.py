@@ -18,12 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.changes_outside_jobs import ModelChangeDetector, OptimizerChanges
-from rankless.context.joint_events import JointEvents
-from rankless.context.operations import Operations
+from rankless.context.events_of_all_ranks import JointEvents
+from rankless.context.operations_of_all_ranks import Operations
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
-from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
@@ -292,7 +292,7 @@ class World:
         for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
             # Only along `data` do workers read each other's parameters.
             is_data = axis.role == "data"
-            owner = DividedOwner(
+            owner = ShardedStateOwner(
                 axis, self._require_all_workers, shares_values=is_data, within=owner, run=self.run_on_states
             )
         return owner

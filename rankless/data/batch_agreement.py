@@ -10,11 +10,11 @@ import msgspec
 from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.data.batch_tree import LocalRows, PerSampleValues, count_rows, iterate_leaves, map_leaves
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
-from rankless.data.reader_tensor import ReaderTensor, ReadTensor
 from rankless.data.sample_reader import BatchRead, BatchRequest, ProbeResult
+from rankless.data.tensors_on_cpu_ranks import ReaderTensor, ReadTensor
 from rankless.errors import DataError
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh

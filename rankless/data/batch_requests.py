@@ -16,14 +16,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from rankless.data.generators import (
+from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
+from rankless.data.random_generators import (
     Generator,
     derive_sample_seed,
     find_changed_generators,
     get_process_states,
     set_process_states,
 )
-from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches
 from rankless.data.sample_reader import BatchRequest, Division, WholeBatch
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh

@@ -39,7 +39,7 @@ from rankless.context.world import World
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
 from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole
 from rankless.data.batch_tree import compute_digest
-from rankless.data.batches_from_cpu_workers import (
+from rankless.data.batches_from_cpu_ranks import (
     RequestReader,
     is_heterogeneous,
     request_ahead,
@@ -48,7 +48,8 @@ from rankless.data.batches_from_cpu_workers import (
 from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
 from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
-from rankless.data.generators import (
+from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
+from rankless.data.random_generators import (
     Generator,
     find_changed_generators,
     find_generators,
@@ -57,8 +58,6 @@ from rankless.data.generators import (
     seed_generators,
     set_process_states,
 )
-from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
-from rankless.data.reader_tensor import find_kinds_axis
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import (
     BatchRead,
@@ -72,6 +71,7 @@ from rankless.data.sample_reader import (
     has_plain_columns,
     report_read_failure,
 )
+from rankless.data.tensors_on_cpu_ranks import find_kinds_axis
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import Mesh
 

@@ -14,9 +14,14 @@ from torch import Tensor
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.collectives.mesh_collectives import scatter
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.data.batch_tree import LocalRows, count_rows, map_leaves
-from rankless.data.generators import ProcessStates, encode_changed_states, get_process_states, take_encoded_states
+from rankless.data.random_generators import (
+    ProcessStates,
+    encode_changed_states,
+    get_process_states,
+    take_encoded_states,
+)
 from rankless.data.sample_reader import BatchRead, BatchRequest, ReadFailure
 from rankless.errors import DataError
 from rankless.parallel.batch_division import BatchDivision

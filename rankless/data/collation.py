@@ -32,7 +32,7 @@ from rankless.data.collation_probe import (
     find_function_generators,
     find_mixed_leaf,
 )
-from rankless.data.generators import find_changed_generators, get_process_states, preserve_generators
+from rankless.data.random_generators import find_changed_generators, get_process_states, preserve_generators
 from rankless.data.sample_reader import BatchRead, Division, ProbeResult, ReadFailure, SamplesRead
 from rankless.errors import DataError
 

@@ -23,9 +23,9 @@ import numpy
 import torch
 from torch import Tensor
 
-from rankless.collectives.typed_values import encode_value
+from rankless.collectives.value_encoding import encode_value
 from rankless.data.batch_tree import PerSampleValues, iterate_leaves, mark_per_sample_lists, view_bytes
-from rankless.data.generators import (
+from rankless.data.random_generators import (
     Generator,
     find_changed_generators,
     find_generators,

@@ -12,9 +12,9 @@ from rankless.data.loader_options import LoaderOptions, Reading, check_options
 from rankless.data.loader_position import VERSION, GeneratorSnapshot, Pass, get_sampler_states, require_same_loader
 from rankless.data.logical_tensor import GATHERS, GatherMonitor
 from rankless.data.prefetching import PlainCopier, copy_to_device, look_ahead, make_copier
-from rankless.data.reader_tensor import SENDS, find_kinds_axis
 from rankless.data.sample_order import SampleOrder
 from rankless.data.sample_reader import BatchRead
+from rankless.data.tensors_on_cpu_ranks import SENDS, find_kinds_axis
 
 Batch = TypeVar("Batch")
 

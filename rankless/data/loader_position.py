@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
-from rankless.data.generators import (
+from rankless.data.random_generators import (
     Generator,
     ProcessStates,
     from_plain,

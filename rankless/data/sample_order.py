@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from rankless.data.generators import derive_epoch_seed, find_generators, get_states, set_states
 from rankless.data.loader_options import LoaderOptions
 from rankless.data.loader_position import (
     from_plain_states,
@@ -15,6 +14,7 @@ from rankless.data.loader_position import (
     set_sampler_states,
     to_plain_states,
 )
+from rankless.data.random_generators import derive_epoch_seed, find_generators, get_states, set_states
 from rankless.data.sample_reader import has_plain_columns
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from rankless.data.batch_tree import compute_digest, map_leaves
-from rankless.data.generators import Generator, find_generators, preserve_generators, seed_generators
+from rankless.data.random_generators import Generator, find_generators, preserve_generators, seed_generators
 from rankless.errors import DataError
 from rankless.user_code import display_name
 

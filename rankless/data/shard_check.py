@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 
 from rankless.collectives import all_gather_object
-from rankless.collectives.checked_groups import resolve_group
+from rankless.collectives.collective_queues import resolve_group
 from rankless.data.sample_reader import digest_sample
 from rankless.data.shard_inspection import (
     Keys,
@@ -25,7 +25,7 @@ from rankless.data.shard_inspection import (
 )
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 SHOWN = 5
 FAULTY_FRACTION = 0.1

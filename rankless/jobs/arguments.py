@@ -14,7 +14,7 @@ from rankless.compiler.capture.capture import ArgumentShape
 from rankless.compiler.capture.trace_errors import WHOLE_BATCH
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.data.reader_tensor import ReaderTensor
+from rankless.data.tensors_on_cpu_ranks import ReaderTensor
 from rankless.errors import CaptureError, ConfigError, DataError
 from rankless.jobs.job_definition import JobDefinition
 from rankless.parallel.batch_division import BatchDivision, divides_batches

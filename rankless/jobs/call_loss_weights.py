@@ -10,7 +10,6 @@ from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers, ha
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, JobSource, capture
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.context.generator_states import GeneratorStates, restore_generators, save_generators
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim, get_shapes, get_shardings
@@ -18,6 +17,7 @@ from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram
 from rankless.jobs.programs.program_cache import ProgramCache, run_program
+from rankless.parallel.default_generator import GeneratorStates, restore_generators, save_generators
 
 
 class LossWeightReader:

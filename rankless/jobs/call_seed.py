@@ -1,40 +1,11 @@
-"""The settings in which a job's function runs: dtype, autocast, and seed; see Note [a key for each random operator]."""
+"""The seed of a job's call; see Note [a key for each random operator]."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from rankless.compiler.capture.global_modes import apply_autocast_state, get_autocast_state
-from rankless.context.world import World
-from rankless.jobs.dtype_override import use_default_dtype
-from rankless.jobs.job_definition import CallResult, JobDefinition
-
-
-def make_evaluation(
-    job: JobDefinition, world: World, dtype: torch.dtype | None, run: Callable[[], CallResult]
-) -> Callable[[], CallResult]:
-    """Return a function that runs a job's function each time as the script's call does.
-
-    Args:
-        job: The job.
-        world: Its world.
-        dtype: The default dtype in which the job was defined.
-        run: Runs the function.
-    """
-    device = job.device(world.mesh.device)
-    autocast = get_autocast_state(device.type)
-
-    def evaluate() -> CallResult:
-        with (
-            apply_autocast_state(autocast),
-            use_default_dtype(world.settings.dtype or dtype),
-            world.script.leftovers.inside_job(),
-            seed_call(job, device),
-        ):
-            return run()
-
-    return evaluate
+from rankless.jobs.job_definition import JobDefinition
 
 
 @contextlib.contextmanager

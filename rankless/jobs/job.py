@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rankless.compiler.capture.global_modes import disable_autocast
+from rankless.compiler.capture.global_modes import apply_autocast_state, disable_autocast, get_autocast_state
 from rankless.context.missing_optimizer import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, TableError
-from rankless.jobs.argument_placeholders import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
 from rankless.jobs.arguments import BatchDims, FlattenedArguments, flatten_arguments
-from rankless.jobs.call_seed import make_evaluation
-from rankless.jobs.dtype_override import cast_arguments, require_floating
+from rankless.jobs.call_seed import seed_call
+from rankless.jobs.declared_argument_shapes import PerDevice, Placeholder, PlaceholderCheck, read_placeholders
+from rankless.jobs.dtype_override import cast_arguments, require_floating, use_default_dtype
 from rankless.jobs.job_definition import (
     CallResult,
     JobDefinition,
@@ -45,7 +45,7 @@ from rankless.jobs.optimizer_step import (
     require_fitting_optimizers,
 )
 from rankless.jobs.views.call_failures import explain_failure
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.jobs.views.view_choice import WorldView, divides_states
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.plan import PlanSource
@@ -357,6 +357,32 @@ class Job(Generic[Parameters, Result]):
             fix=f"leave the method plain, and in __init__: self.{name} = rankless.job(model=…)(self.{name})",
             where=self.definition.line,
         )
+
+
+def make_evaluation(
+    job: JobDefinition, world: World, dtype: torch.dtype | None, run: Callable[[], CallResult]
+) -> Callable[[], CallResult]:
+    """Return a function that runs a job's function each time as the script's call does.
+
+    Args:
+        job: The job.
+        world: Its world.
+        dtype: The default dtype in which the job was defined.
+        run: Runs the function.
+    """
+    device = job.device(world.mesh.device)
+    autocast = get_autocast_state(device.type)
+
+    def evaluate() -> CallResult:
+        with (
+            apply_autocast_state(autocast),
+            use_default_dtype(world.settings.dtype or dtype),
+            world.script.leftovers.inside_job(),
+            seed_call(job, device),
+        ):
+            return run()
+
+    return evaluate
 
 
 def make_job(

@@ -24,7 +24,7 @@ from rankless.context.world import World
 from rankless.errors import ConfigError, LostWorkerError, StepError
 from rankless.jobs.gradient_accumulation import GradientAccumulator
 from rankless.jobs.job_definition import CallResult, JobDefinition, StepOptions
-from rankless.ownership.extension_modules import list_extension_modules
+from rankless.ownership.extension_nn_modules import list_extension_modules
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.job_setup import ReadyJob, set_up_job
-from rankless.launch.live_run_page import LiveRunPage, make_live_run, measure_live_run
+from rankless.launch.launcher_profile import load_profile, make_run_folder
+from rankless.launch.live_run_publisher import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.ports import require_own_address
-from rankless.launch.profile import load_profile, make_run_folder
+from rankless.launch.run_setup import ReadyJob, set_up_job
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.supervisor.fork_server_client import (
     ForkServerClient,
@@ -37,7 +37,7 @@ from rankless.launch.worker_output import (
 )
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
 from rankless.records.live_run import ProcessRow, identify_agent
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 from rankless.records.run_summary import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
@@ -250,8 +250,8 @@ class HostRun:
         job = self._job
         if job.roles:
             # Imported here: most runs have workers alone.
-            common_start = importlib.import_module("rankless.launch.common_start")
-            start = common_start.CommonStart(
+            role_startup = importlib.import_module("rankless.launch.role_startup")
+            start = role_startup.CommonStart(
                 roles=job.roles, peers=job.peers, names=job.names, notify=self._streams.notify
             )
             with self.report.recorded_start():

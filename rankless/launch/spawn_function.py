@@ -7,6 +7,7 @@ name that only its notebook can resolve, such as /tmp/ipykernel_7/123.py. In the
 notebook calls them ("Cell In[3]"), and tracebacks show them.
 """
 
+import codecs
 import collections
 import contextlib
 import io
@@ -18,11 +19,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, get_args
+from typing import Any, BinaryIO, Literal, TextIO, get_args
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
@@ -30,7 +32,6 @@ from rankless.config.environment import read_at_start, snapshot, spawn_server_en
 from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.signals import name_signal
-from rankless.launch.spawn_output import Show, SpawnOutput
 from rankless.records.encoding import encode_json
 from rankless.runtime.fork_server_protocol import (
     SpawnedProcess,
@@ -43,6 +44,91 @@ from rankless.runtime.fork_server_protocol import (
 )
 from rankless.runtime.subprocess_command import python_command
 from rankless.user_code import cell_name
+
+Show = Literal["first", "all"]
+"""Whose output the caller shows."""
+_TAIL_BYTES = 2000
+_LEAVING_SECONDS = 2.0
+
+
+class SpawnOutput:
+    """The output of the processes of one call.
+
+    A notebook, `contextlib.redirect_stdout` and the like replace `sys.stdout` by an object that is no file. The shown
+    output is then copied into that object.
+    """
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._hidden: dict[int, BinaryIO] = {}
+        self._ends: list[int] = []
+        self._copied: dict[int, TextIO] = {}
+        self._thread: threading.Thread | None = None
+        self._shown = tuple(self._descriptor(stream) for stream in (sys.stdout, sys.stderr))
+
+    def descriptors(self, rank: int) -> tuple[int, int]:
+        """Return the descriptors of a rank's standard output and standard error."""
+        if rank == 0 or self._show == "all":
+            return self._shown[0], self._shown[1]
+        self._hidden[rank] = tempfile.TemporaryFile()  # noqa: SIM115  # close() closes it
+        descriptor = self._hidden[rank].fileno()
+        return descriptor, descriptor
+
+    def start(self) -> None:
+        """Begin to copy, when all processes have their descriptors."""
+        for end in self._ends:
+            os.close(end)
+        self._ends = []
+        if self._copied and self._thread is None:
+            self._thread = threading.Thread(target=self._copy, name="rankless-spawn-output", daemon=True)
+            self._thread.start()
+
+    def tail(self, rank: int) -> str:
+        """Return the end of a hidden rank's output."""
+        file = self._hidden.get(rank)
+        if file is None:
+            return ""
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - _TAIL_BYTES))
+        return file.read().decode(errors="replace").strip()
+
+    def close(self) -> None:
+        """Wait for what is still to be copied, and delete the hidden output."""
+        self.start()
+        if self._thread is not None:
+            self._thread.join(_LEAVING_SECONDS)  # a process that a worker left behind may still have the pipe
+        for file in self._hidden.values():
+            file.close()
+
+    def _descriptor(self, stream: TextIO | None) -> int:
+        if stream is None:
+            end = os.open(os.devnull, os.O_WRONLY)
+            self._ends.append(end)
+            return end
+        with contextlib.suppress(OSError, ValueError):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.flush()
+                return stream.fileno()
+        reading, writing = os.pipe()
+        self._ends.append(writing)
+        self._copied[reading] = stream
+        return writing
+
+    def _copy(self) -> None:
+        decoders = {end: codecs.getincrementaldecoder("utf-8")("replace") for end in self._copied}
+        with selectors.DefaultSelector() as selector:
+            for end in self._copied:
+                selector.register(end, selectors.EVENT_READ)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    data = os.read(key.fd, 1 << 16)
+                    with contextlib.suppress(OSError, ValueError):  # the stream may be closed by now
+                        self._copied[key.fd].write(decoders[key.fd].decode(data, final=not data))
+                        self._copied[key.fd].flush()
+                    if not data:
+                        selector.unregister(key.fd)
+                        os.close(key.fd)
+
 
 GRACE_SECONDS = 2.0
 LEAVING_SECONDS = 10.0

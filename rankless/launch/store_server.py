@@ -24,12 +24,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from rankless.records.new_clients import NewClients
-from rankless.records.store_access import (
+from rankless.records.store_authentication import (
     CHALLENGE_KEY,
     PROOF_KEY,
     REFUSED,
@@ -40,6 +38,7 @@ from rankless.records.store_access import (
     make_nonce,
     prove_to_client,
 )
+from rankless.records.unauthenticated_clients import NewClients
 
 MAGIC_NUMBER = 0x3C85F7CE
 """With it each client begins."""
@@ -135,20 +134,35 @@ class Query:
         return count
 
 
-class WaitingClient(Protocol):
-    """A client that may wait for keys."""
-
-    awaited: set[bytes]
-    """The keys that it still waits for."""
-
-    def send(self, data: bytes) -> None:
-        """Send an answer."""
-        ...
-
-
 def pack_text(text: bytes) -> bytes:
     """Return a text as a field of an answer."""
     return _LENGTH.pack(len(text)) + text
+
+
+class StoreClient:
+    """The connection of a client, which may wait for keys."""
+
+    def __init__(self, connection: socket.socket, send: Callable[["StoreClient"], None]) -> None:
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self.challenge = make_nonce()
+        self.values: StoreValues | None = None
+        """The values of its round; None until it has shown that it knows the token."""
+        self.awaited: set[bytes] = set()
+        """The keys that it still waits for."""
+        self.incoming, self.outgoing = bytearray(), bytearray()
+        self.is_valid = False
+        """Whether it has sent torch's number."""
+        self.waits_for_write = False
+        self._send = send
+
+    def send(self, data: bytes) -> None:
+        """Send an answer."""
+        if data:
+            self.outgoing += data
+            self._send(self)
 
 
 class StoreValues:
@@ -157,8 +171,8 @@ class StoreValues:
     def __init__(self) -> None:
         self._by_key: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
-        self._waiting: dict[bytes, list[WaitingClient]] = {}
-        self._answers: Mapping[QueryType, Callable[[Query, WaitingClient], bytes]] = {
+        self._waiting: dict[bytes, list[StoreClient]] = {}
+        self._answers: Mapping[QueryType, Callable[[Query, StoreClient], bytes]] = {
             QueryType.SET: lambda query, _: self._set({query.read_text(): query.read_text()}),
             QueryType.COMPARE_SET: self._compare_and_set,
             QueryType.GET: lambda query, _: pack_text(self._by_key.get(query.read_text(), b"")),
@@ -178,7 +192,7 @@ class StoreValues:
             QueryType.BARRIER: self._barrier,
         }
 
-    def answer(self, kind: int, query: Query, client: WaitingClient) -> bytes:
+    def answer(self, kind: int, query: Query, client: StoreClient) -> bytes:
         """Carry out a query, and return what to send: nothing, if it has no answer or the client has to wait.
 
         Raises IncompleteQuery before anything has changed; InvalidQuery, ValueError or struct.error for a client that
@@ -188,7 +202,7 @@ class StoreValues:
             raise InvalidQuery
         return self._answers[QueryType(kind)](query, client)
 
-    def forget(self, client: WaitingClient) -> None:
+    def forget(self, client: StoreClient) -> None:
         """Let a client wait for nothing any more."""
         for key in client.awaited:
             left = [each for each in self._waiting.pop(key, ()) if each is not client]
@@ -202,7 +216,7 @@ class StoreValues:
             self._wake(key)
         return b""
 
-    def _compare_and_set(self, query: Query, _client: WaitingClient) -> bytes:
+    def _compare_and_set(self, query: Query, _client: StoreClient) -> bytes:
         key, expected, new = query.read_text(), query.read_text(), query.read_text()
         if key not in self._by_key and expected:
             return pack_text(expected)  # as torch's server answers
@@ -218,46 +232,46 @@ class StoreValues:
     def _has_all(self, keys: Sequence[bytes]) -> bool:
         return all(key in self._by_key or self._queues.get(key) for key in keys)
 
-    def _wait(self, query: Query, client: WaitingClient) -> bytes:
+    def _wait(self, query: Query, client: StoreClient) -> bytes:
         keys = query.read_texts()
         if self._has_all(keys):
             return _STOP_WAITING
         self._make_wait(client, {key for key in keys if not self._has_all([key])})
         return b""
 
-    def _make_wait(self, client: WaitingClient, keys: set[bytes]) -> None:
+    def _make_wait(self, client: StoreClient, keys: set[bytes]) -> None:
         client.awaited = keys
         for key in keys:
             self._waiting.setdefault(key, []).append(client)
 
-    def _delete(self, query: Query, _client: WaitingClient) -> bytes:
+    def _delete(self, query: Query, _client: StoreClient) -> bytes:
         return _SIGNED.pack(int(self._by_key.pop(query.read_text(), None) is not None))
 
-    def _append(self, query: Query, _client: WaitingClient) -> bytes:
+    def _append(self, query: Query, _client: StoreClient) -> bytes:
         key, value = query.read_text(), query.read_text()
         return self._set({key: self._by_key.get(key, b"") + value})
 
-    def _get_several(self, query: Query, _client: WaitingClient) -> bytes:
+    def _get_several(self, query: Query, _client: StoreClient) -> bytes:
         return b"".join(pack_text(self._by_key.get(key, b"")) for key in query.read_texts())
 
-    def _cancel_wait(self, _query: Query, client: WaitingClient) -> bytes:
+    def _cancel_wait(self, _query: Query, client: StoreClient) -> bytes:
         self.forget(client)
         return _WAIT_CANCELED
 
-    def _push(self, query: Query, _client: WaitingClient) -> bytes:
+    def _push(self, query: Query, _client: StoreClient) -> bytes:
         key, value = query.read_text(), query.read_text()
         self._queues.setdefault(key, deque()).append(value)
         self._wake(key, only_first=True)
         return b""
 
-    def _pop(self, query: Query, _client: WaitingClient) -> bytes:
+    def _pop(self, query: Query, _client: StoreClient) -> bytes:
         queue = self._queues.get(query.read_text())
         return _SIGNED.pack(len(queue)) + pack_text(queue.popleft()) if queue else _SIGNED.pack(0)
 
-    def _list_keys(self, _query: Query, _client: WaitingClient) -> bytes:
+    def _list_keys(self, _query: Query, _client: StoreClient) -> bytes:
         return _SIGNED.pack(len(self._by_key)) + b"".join(map(pack_text, self._by_key))
 
-    def _barrier(self, query: Query, client: WaitingClient) -> bytes:
+    def _barrier(self, query: Query, client: StoreClient) -> bytes:
         key, size = query.read_text(), query.read_number(_SIGNED)
         count = int(self._by_key.get(key, b"0")) + 1
         self._by_key[key] = str(count).encode()
@@ -288,31 +302,6 @@ _CHALLENGE, _PROOF = f"/{CHALLENGE_KEY}".encode(), f"/{PROOF_KEY}".encode()
 _STOP_WAITING = b"\0"
 
 
-class _StoreClient:
-    """A connection. It serves as `WaitingClient`."""
-
-    def __init__(self, connection: socket.socket, send: Callable[["_StoreClient"], None]) -> None:
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
-        self.challenge = make_nonce()
-        self.values: StoreValues | None = None
-        """The values of its round; None until it has shown that it knows the token."""
-        self.awaited: set[bytes] = set()
-        self.incoming, self.outgoing = bytearray(), bytearray()
-        self.is_valid = False
-        """Whether it has sent torch's number."""
-        self.waits_for_write = False
-        self._send = send
-
-    def send(self, data: bytes) -> None:
-        """Send an answer."""
-        if data:
-            self.outgoing += data
-            self._send(self)
-
-
 class StoreServer:
     """Serves a run's store in a thread of its own until `close`. Its methods may be called from any thread."""
 
@@ -329,8 +318,8 @@ class StoreServer:
         """None for a round that has ended."""
         self._prefixes: dict[bytes, int] = {}
         """The round of each prefix of keys."""
-        self._clients: set[_StoreClient] = set()
-        self._new_clients: NewClients[_StoreClient] = NewClients(self._drop)
+        self._clients: set[StoreClient] = set()
+        self._new_clients: NewClients[StoreClient] = NewClients(self._drop)
         self._requests: deque[Callable[[], None]] = deque()
         self._wakeup, self._waker = socket.socketpair()
         self._wakeup.setblocking(False)
@@ -372,7 +361,7 @@ class StoreServer:
         try:
             while not self._is_ending:
                 for key, events in self._selector.select(_POLL_SECONDS):
-                    if isinstance(key.data, _StoreClient):
+                    if isinstance(key.data, StoreClient):
                         self._exchange(key.data, events)
                     elif key.data is not None:
                         self._accept(key.data)
@@ -409,12 +398,12 @@ class StoreServer:
                 connection, _ = listening.accept()
             except OSError:  # no more clients, or no descriptors
                 return
-            client = _StoreClient(connection, self._flush)
+            client = StoreClient(connection, self._flush)
             self._clients.add(client)
             self._selector.register(connection, selectors.EVENT_READ, client)
             self._new_clients.add(client, time.monotonic())
 
-    def _exchange(self, client: _StoreClient, events: int) -> None:
+    def _exchange(self, client: StoreClient, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(client)
         if client not in self._clients or not events & selectors.EVENT_READ:
@@ -431,7 +420,7 @@ class StoreServer:
         except (OSError, InvalidQuery, ValueError, struct.error, msgspec.MsgspecError):
             self._drop(client)
 
-    def _answer_all(self, client: _StoreClient) -> None:
+    def _answer_all(self, client: StoreClient) -> None:
         """Answer the queries that have arrived as a whole."""
         while client.incoming and client in self._clients:
             if client.values is None and len(client.incoming) > MAX_NEW_CLIENT_BYTES:
@@ -444,7 +433,7 @@ class StoreServer:
             del client.incoming[: query.position]
             client.send(answer)
 
-    def _answer(self, client: _StoreClient, kind: int, query: Query) -> bytes:
+    def _answer(self, client: StoreClient, kind: int, query: Query) -> bytes:
         if not client.is_valid:
             if kind != QueryType.VALIDATE or query.read_number(SHORT) != MAGIC_NUMBER:
                 raise InvalidQuery
@@ -456,7 +445,7 @@ class StoreServer:
             return client.values.answer(kind, query, client)
         return self._answer_new_client(client, kind, query)
 
-    def _answer_new_client(self, client: _StoreClient, kind: int, query: Query) -> bytes:
+    def _answer_new_client(self, client: StoreClient, kind: int, query: Query) -> bytes:
         """Send the challenge, and check the answer to it. A new client gets nothing else. See Note [clones], too."""
         start = query.position
         key = query.read_first_key(kind)
@@ -472,7 +461,7 @@ class StoreServer:
         query.position = start
         return self._answer(client, kind, query)
 
-    def _check_proof(self, client: _StoreClient, query: Query) -> bytes:
+    def _check_proof(self, client: StoreClient, query: Query) -> bytes:
         query.read_text()
         proof = msgspec.json.decode(query.read_text(), type=StoreProof)
         if not is_proof_right(self._token, client.challenge, proof):
@@ -482,7 +471,7 @@ class StoreServer:
         self._prefixes[key_prefix(self._token, proof.round).encode()] = proof.round
         return pack_text(prove_to_client(self._token, client.challenge, proof).encode())
 
-    def _admit(self, client: _StoreClient, round: int) -> bool:
+    def _admit(self, client: StoreClient, round: int) -> bool:
         """Serve a client from now on, unless its round has ended."""
         client.values = self._rounds.setdefault(round, StoreValues())
         if client.values is None:
@@ -490,7 +479,7 @@ class StoreServer:
         self._new_clients.remove(client)
         return True
 
-    def _flush(self, client: _StoreClient) -> None:
+    def _flush(self, client: StoreClient) -> None:
         """Send what the client takes; wait for it to take more."""
         try:
             while client.outgoing:
@@ -507,7 +496,7 @@ class StoreServer:
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if client.waits_for_write else 0)
             self._selector.modify(client.connection, events, client)
 
-    def _drop(self, client: _StoreClient) -> None:
+    def _drop(self, client: StoreClient) -> None:
         if client in self._clients:
             self._clients.remove(client)
             self._new_clients.remove(client)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
-from rankless.launch.job_setup import ReadyJob
+from rankless.launch.run_setup import ReadyJob
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (

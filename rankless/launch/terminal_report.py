@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
+from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import RunConfig
-from rankless.config.script_view import describe_view
 from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
-from rankless.launch.job_setup import ReadyJob
-from rankless.launch.peers import Peers
-from rankless.launch.profile import WorkerLogFiles, run_folder
+from rankless.launch.launcher_profile import WorkerLogFiles, run_folder
+from rankless.launch.other_hosts import Peers
+from rankless.launch.run_setup import ReadyJob
 from rankless.launch.signals import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
-from rankless.launch.supervisor.supervisor import RunOutcome
-from rankless.launch.supervisor.terminal_text import (
+from rankless.launch.supervisor.start_and_end_text import (
     WorkerRow,
     format_cuts,
     format_hosts_line,
@@ -29,10 +28,11 @@ from rankless.launch.supervisor.terminal_text import (
     format_summary,
     format_worker_table,
 )
+from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.records.events import AnyRecord, ProcessRestarted, Started
 from rankless.records.live_run import ProcessRow
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
 
 

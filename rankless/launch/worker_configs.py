@@ -8,9 +8,9 @@ from typing import NamedTuple
 from rankless.config.environment import worker_environment
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.config.worker_config import WorkerConfig, WorkerLaunch
-from rankless.launch.job_setup import ReadyJob
-from rankless.launch.profile import LauncherProfile, make_log_files
-from rankless.launch.roles import WorkerContent
+from rankless.launch.launcher_profile import LauncherProfile, make_log_files
+from rankless.launch.process_roles import WorkerContent
+from rankless.launch.run_setup import ReadyJob
 
 _NO_CONTENT = WorkerContent()
 

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.codegen.codegen import generate_function
+from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir import custom_ops
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order
@@ -40,7 +40,7 @@ from rankless.logical.call_trace import (
     TracedCall,
     trace_call,
 )
-from rankless.logical.moves import find_gradient_placement, put_among_zeros
+from rankless.logical.redistribution import find_gradient_placement, put_among_zeros
 from rankless.logical.second_gradients import GradientCall, find_draws, make_gradient_call, write_graph
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape

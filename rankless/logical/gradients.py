@@ -22,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
+from rankless.logical.call_observers import MoveReason
 from rankless.logical.call_trace import TRACE_STATE
-from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
-from rankless.logical.handlers import (
+from rankless.logical.function_handlers import (
     REGISTER_HOOK,
     find_part,
     make_parameter,
@@ -32,8 +32,8 @@ from rankless.logical.handlers import (
     take_whole_values,
     wrap_gradient,
 )
-from rankless.logical.moves import find_gradient_placement, move_with_gradient
-from rankless.logical.observation import MoveReason
+from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
+from rankless.logical.redistribution import find_gradient_placement, move_with_gradient
 from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 from rankless.user_code import caller_line

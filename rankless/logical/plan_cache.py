@@ -33,6 +33,7 @@ from rankless.compiler.tracing.symbolic_sizes import (
     format_expression,
     is_symbolic,
 )
+from rankless.logical.call_observers import CallKind, find_origin, send_call, send_records
 from rankless.logical.call_plan import (
     CallPlan,
     CannotDivide,
@@ -45,7 +46,6 @@ from rankless.logical.call_plan import (
     propagate,
 )
 from rankless.logical.call_trace import TensorKind
-from rankless.logical.observation import CallKind, find_origin, send_call, send_records
 from rankless.logical.second_gradients import GradientCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.codegen.codegen import generate_function
+from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir.logical_program import is_random_node
 from rankless.logical.call_trace import TracedCall
 from rankless.parallel.tensor_placement import Placement

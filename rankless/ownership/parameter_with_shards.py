@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.errors import ConfigError
-from rankless.ownership.host_memory import copy_to_device, copy_to_host
+from rankless.ownership.host_offload import copy_to_device, copy_to_host
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter, find_partition
 from rankless.ownership.shard_layout import GATHER_BYTES, ShardGroup, ShardLayout, group_in_order
 from rankless.ownership.shards_in_shared_memory import SharedValue

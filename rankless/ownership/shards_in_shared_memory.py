@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.group_memory import can_have_common_memory, map_common
+from rankless.collectives.backends.shared_tensor_memory import can_have_common_memory, map_common
 from rankless.collectives.mesh_collectives import wait_for_all
 from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.mesh import WorkerGroup

@@ -20,9 +20,15 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rankless.plain_script.distant_files import describe_result, describe_status, make_result, make_status, read_whole
 from rankless.plain_script.effects import Effects, replace_everywhere
-from rankless.plain_script.private_files import (
+from rankless.plain_script.files_seen_by_first_rank import (
+    describe_result,
+    describe_status,
+    make_result,
+    make_status,
+    read_whole,
+)
+from rankless.plain_script.substitute_files import (
     FILE_MODES,
     FSTAT,
     IO_OPEN,

@@ -1,4 +1,6 @@
-"""Libraries that write what may be logical: `torch.save`, safetensors, TensorBoard and wandb. See also `library_files`.
+"""Libraries that write what may be logical: `torch.save`, safetensors, TensorBoard and wandb.
+
+See also `native_library_files`.
 
 Values that they write may be logical tensors, whose reads are collective. So every rank makes each call, and only the
 last step, onto the disk or the network, is rank 0's.
@@ -16,7 +18,7 @@ from typing import Any
 
 from rankless.plain_script.effects import Effects, replace_everywhere, take_whole_values
 from rankless.plain_script.file_effects import FileEffects
-from rankless.plain_script.silent_events import FURTHER_FILES, silence_events
+from rankless.plain_script.silent_tensorboard_writers import FURTHER_FILES, silence_events
 
 SAVING = {
     "torch": (("serialization", "save", 1), ("jit", "save", 1), ("jit.RecursiveScriptModule", "save", 1)),

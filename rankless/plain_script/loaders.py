@@ -15,12 +15,12 @@ from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.context.world import World
 from rankless.data.batch_tree import compute_digest, map_leaves, map_tensors
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.logical.observation import OBSERVERS
+from rankless.logical.call_observers import OBSERVERS
 from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
 from rankless.plain_script.effects import Effects
-from rankless.plain_script.shared_reading import LoaderState, SharedReading
+from rankless.plain_script.own_sample_reading import LoaderState, SharedReading
 
 ITERATE = DataLoader.__iter__
 

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
-from rankless.logical.observation import OBSERVERS, REASONS, MoveReason, send_move
+from rankless.logical.call_observers import OBSERVERS, REASONS, MoveReason, send_move
 from rankless.logical.tensor import LogicalView
 from rankless.ownership.parameter_with_shards import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.partitioned_tensor import find_partition

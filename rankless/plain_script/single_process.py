@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
-from rankless.config.script_view import LAUNCHER_VARIABLES
+from rankless.config.rank_awareness import LAUNCHER_VARIABLES
 from rankless.errors import ConfigError
 from rankless.user_code import caller_line
 

@@ -1,5 +1,5 @@
 """The picture of a parallel plan: the records of a run enter, and a standalone SVG or HTML page leaves.
 
-`pictured_job` collects the facts of a job from its records. `job_picture` lays them out as data in a
-`drawing`. `svg` and `picture_file` write them. `rankless plan --picture` calls it. Decision 0037 has the reasons.
+`picture_data` collects the facts of a job from its records. `picture_layout` lays them out as `bars_and_labels`, and
+`picture_file` writes these. `rankless plan --picture` calls it. Decision 0037 has the reasons.
 """

@@ -8,8 +8,8 @@ from itertools import product
 from math import prod
 from typing import Literal
 
+from rankless.records.number_formatting import format_decimal_bytes, format_ranges
 from rankless.records.parallel_plan import PlannedAxis, StateDivision, StatePlan
-from rankless.records.quantities import format_decimal_bytes, format_ranges
 
 
 @dataclass(frozen=True)

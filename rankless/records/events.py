@@ -222,7 +222,7 @@ class RankStatus(Record, frozen=True, tag="rank_status"):
     is_rendezvous: bool = False
     """Whether it waits for the other ranks to join a group or a store."""
     phase: str = "script"
-    """Its phase: a name in `launch.watchdog.phases`."""
+    """Its phase: a name in `launch.watchdog.phase_timeouts`."""
     requested: bool = False
     """Whether it only answers a request of host 0."""
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rankless.errors import JoinError
 from rankless.plain_script.single_process import make_refusal
 from rankless.runtime.process_context import ProcessContext, RecordObserver, join
-from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo, find_rendezvous_info
-from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo, find_rendezvous_info
+from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 
 if TYPE_CHECKING:
     from rankless.logical.tensor import LogicalView

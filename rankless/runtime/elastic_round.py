@@ -27,7 +27,7 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.runtime.fast_exit import AGENT_LISTENER
-from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
+from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
 from rankless.runtime.rendezvous.run_store import open_run_store
 from rankless.terminal import process_title
 

@@ -69,7 +69,7 @@ OPTIMIZER_MODULES = ("torch._dynamo",)
 
 GROUP_MODULES = ("rankless.runtime.hooks.init_process_group", "rankless.runtime.process_groups")
 
-LOGICAL_MODULES = ("rankless.runtime.logical_script", "rankless.plain_script.outside")
+LOGICAL_MODULES = ("rankless.runtime.begin_logical_view", "rankless.plain_script.install_effects")
 """What a script in the logical view needs besides."""
 
 Cores = set[int] | None

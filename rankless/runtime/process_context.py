@@ -25,7 +25,7 @@ from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.run_config import Backend
 from rankless.config.worker_config import WorkerConfig
-from rankless.context.joint_events import JointEvents
+from rankless.context.events_of_all_ranks import JointEvents
 from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
@@ -36,12 +36,12 @@ from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.process_groups import make_world_group, make_world_mesh
 from rankless.runtime.rendezvous.file import join_file_rendezvous
-from rankless.runtime.rendezvous.job_rendezvous import (
+from rankless.runtime.rendezvous.find_rendezvous import (
     RendezvousInfo,
     parameters_from_torchrun,
     print_notice,
 )
-from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
 from rankless.runtime.status_publisher import publish_totals
 from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world
@@ -140,7 +140,8 @@ class ProcessContext:
                 inputs.start()
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
         if config is not None and config.observation.programs is not None and config.recording is None:
-            step_recorder = importlib.import_module("rankless.jobs.programs.step_recorder")  # with the logical view
+            # With the logical view.
+            step_recorder = importlib.import_module("rankless.jobs.programs.logical_step_recorder")
             yield step_recorder.StepRecorder(lambda: self.world.settings.programs)
         if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)

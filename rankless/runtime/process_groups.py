@@ -17,8 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rankless.collectives.backends import register_backend
 from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.hosts.hosts_group import HostsGroup
-from rankless.collectives.backends.hosts.opening import ONE_RANK_PER_HOST, open_hosts_group
+from rankless.collectives.backends.hosts.hosts_group import ONE_RANK_PER_HOST, HostsGroup, open_hosts_group
 from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.collectives.backends.shared_group import NO_MEMORY, SEVERAL_HOSTS, SharedGroup, open_shared_group
 from rankless.config import environment
@@ -28,7 +27,7 @@ from rankless.errors import JoinError
 from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.hooks.init_process_group import find_original_init
-from rankless.runtime.rendezvous.job_rendezvous import print_notice
+from rankless.runtime.rendezvous.find_rendezvous import print_notice
 from rankless.runtime.rendezvous.run_store import STORE_TIMEOUT
 from rankless.runtime.rendezvous.tcp import NOTICE_AFTER_SECONDS
 

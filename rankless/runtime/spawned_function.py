@@ -16,14 +16,14 @@ import msgspec
 import torch
 
 from rankless.config import environment
-from rankless.data.generators import set_process_states
+from rankless.data.random_generators import set_process_states
 from rankless.errors import RanklessError
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server_protocol import SpawnedProcess, receive_call, send_call
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.init_process_group import use_fastest_group
 from rankless.runtime.process_tree import set_parent_death_signal
-from rankless.runtime.rendezvous.job_rendezvous import print_notice
+from rankless.runtime.rendezvous.find_rendezvous import print_notice
 from rankless.runtime.user_program import unload_shadowed
 from rankless.terminal import process_title
 from rankless.user_code import PACKAGE_FOLDER

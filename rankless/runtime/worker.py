@@ -110,9 +110,9 @@ class WorkerProcess:
         warns_of_writes = config.world_size > 1 and not config.is_logical
         self._file_writes = FileWriteMonitor(config, send=self._send) if warns_of_writes else None
         self._outside: Any = None
-        """What surrounds a script in the logical view: a `rankless.plain_script.outside.Outside`."""
+        """What surrounds a script in the logical view: a `rankless.plain_script.install_effects.InstalledEffects`."""
         if config.is_logical:
-            self._outside = importlib.import_module("rankless.plain_script.outside").Outside(
+            self._outside = importlib.import_module("rankless.plain_script.install_effects").InstalledEffects(
                 config.rank,
                 self._join_ranks,
                 self._notify,
@@ -281,10 +281,10 @@ class WorkerProcess:
                 self._notify, world_size=1 if self._config.is_logical else self._config.world_size
             )
         if self._config.is_logical:
-            logical_script = importlib.import_module("rankless.runtime.logical_script")
-            self._meeting = logical_script.begin_logical_view(self._outside.effects)
+            logical_view = importlib.import_module("rankless.runtime.begin_logical_view")
+            self._meeting = logical_view.begin_logical_view(self._outside.effects)
         if self._config.observation.is_reference or self._config.observation.is_foreign:
-            importlib.import_module("rankless.runtime.reference_worker").record_reference_run(self._config)
+            importlib.import_module("rankless.verify.recording.hook_recorder").record_reference_run(self._config)
         names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(

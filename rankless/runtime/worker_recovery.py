@@ -16,7 +16,7 @@ from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config.run_config import Backend
-from rankless.context.joint_events import JointEvents
+from rankless.context.events_of_all_ranks import JointEvents
 from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankless.records.doctor_records import CheckResult
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 
 PLAIN_WIDTH = 120
 """Width of the table if the output is not a terminal."""

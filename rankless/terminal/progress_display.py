@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rankless.records.events import Progress
-from rankless.records.quantities import format_sample_rate
+from rankless.records.number_formatting import format_sample_rate
 from rankless.terminal.cursor_tracker import CursorTracker
 
 PLAIN_INTERVAL_SECONDS = 5.0

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.recorded_calls import ModelRegistered
+from rankless.records.verify_results import ModelRegistered
 from rankless.verify.comparison import Divergence
 from rankless.verify.differences import compute_sketch_distance
 from rankless.verify.recordings import ForeignStep, Recording, list_steps

@@ -23,7 +23,7 @@ from typing import Literal
 
 from rankless.errors import ConfigError
 from rankless.records.job_programs import JobProgram, ProgramRecord
-from rankless.records.recorded_calls import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
+from rankless.records.verify_results import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
 from rankless.verify.first_differing_value import FirstDifferingValue
@@ -419,10 +419,11 @@ def _list_unreached(comparison: Comparison) -> Iterator[str]:
 def _list_job_gaps(one: Recording) -> Iterator[str]:
     calls = Counter(result.job for result in one.results if isinstance(result, JobCalled))
     for job in one.survey.jobs:
+        name = f"job {job.job} ({os.path.basename(job.line)})"
         if not job.called:
-            yield f"job {job.job} ({_shorten(job.line)}): it was never called"
+            yield f"{name}: it was never called"
         elif calls[job.job] == 1:
-            yield f"job {job.job} ({_shorten(job.line)}): it was called only once, so its program was not used again"
+            yield f"{name}: it was called only once, so its program was not used again"
     yield from _format_names("modules that belong to no job", one.survey.outside)
     texts = {
         f"{leaf.path or 'result'} of {result.job}"
@@ -461,10 +462,14 @@ def _list_tensor_gaps(one: Recording) -> Iterator[str]:
 
 def _list_program_gaps(programs: Sequence[JobProgram]) -> Iterator[str]:
     without_rule = {
-        f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.without_rule
+        f"{item.operator} ({os.path.basename(item.line)})": None
+        for program in programs
+        for item in program.without_rule
     }
     yield from _format_names("operators without a sharding rule, replicated on every worker", list(without_rule))
-    probed = {f"{item.operator} ({_shorten(item.line)})": None for program in programs for item in program.probed}
+    probed = {
+        f"{item.operator} ({os.path.basename(item.line)})": None for program in programs for item in program.probed
+    }
     yield from _format_names("operators without a sharding rule, split as sample data showed", list(probed))
     constants = {
         f"{program.job}: {item.dtype}{list(item.shape)}": None
@@ -479,7 +484,3 @@ def _format_names(what: str, names: Sequence[str]) -> Iterator[str]:
     if names:
         rest = f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else ""
         yield f"{what}: {', '.join(names[:NAMES_SHOWN])}{rest}"
-
-
-def _shorten(line: str) -> str:
-    return os.path.basename(line)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rankless.records.recorded_calls import (
+from rankless.records.verify_results import (
     JobCalled,
     Leaf,
     ModelRegistered,

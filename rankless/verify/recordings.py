@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from rankless.records.recorded_calls import (
+from rankless.records.verify_results import (
     FinalTensorMetadata,
     JobCalled,
     Leaf,

@@ -18,7 +18,7 @@ from itertools import product
 
 import msgspec
 
-from rankless.records.recorded_calls import JobCalled, ModelRegistered, StepRecorded, TensorState, TensorSummary
+from rankless.records.verify_results import JobCalled, ModelRegistered, StepRecorded, TensorState, TensorSummary
 from rankless.verify.comparison import Comparison, Divergence, find_first_excess, find_loss_leaf, make_row
 from rankless.verify.differences import (
     RESOLUTION,

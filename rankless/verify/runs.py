@@ -23,7 +23,7 @@ from rankless.config.run_config import (
 from rankless.config.validation import make_run_config
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
-from rankless.records.recorded_calls import ComputedValue, read_values
+from rankless.records.verify_results import ComputedValue, read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
 from rankless.verify.recordings import Recording, combine_losses, read_recordings
 from rankless.verify.reference_comparison import ReferenceRun

@@ -2,7 +2,7 @@
 
 Note [what is allowed]: two correct runs sum in different orders, so they differ by rounding, and training amplifies the
 difference. No constant tells by how much. The noise run does: the one-worker run with perturbed last bits
-(jobs/perturbation.py, Note [noise floor]). The limit of a difference is the largest of
+(jobs/rounding_noise.py, Note [noise floor]). The limit of a difference is the largest of
   - 10 x the noise in the same tensor, the largest of this and earlier steps; 100 x in float64, where the smallest fault
     is still a million times larger than rounding, and where a tensor's noise in a single run may by chance be small;
   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's

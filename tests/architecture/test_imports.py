@@ -116,7 +116,7 @@ def test_every_module_can_be_imported_by_itself():
 
 
 UNREACHABLE_ERRORS = {
-    "rankless.checkpoint.collective_errors.OtherRankFailed": "a CheckpointError; only saves tell it from others",
+    "rankless.checkpoint.raise_on_all_ranks.OtherRankFailed": "a CheckpointError; only saves tell it from others",
     "rankless.collectives.backends.hosts.gloo_exchange.ExchangeTimeout": "the collective raises a CollectiveError",
     "rankless.collectives.backends.message_transfers.LengthMismatch": "the receive raises a CollectiveError",
     "rankless.compiler.capture.value_reads.LateQuestion": "the job is traced again, and asks within its function",
@@ -129,9 +129,9 @@ UNREACHABLE_ERRORS = {
     "rankless.logical.call_plan.CannotDivide": "the call runs on whole values",
     "rankless.logical.call_trace.ChangesArguments": "the call is traced again, with copies of these arguments",
     "rankless.launch.rendezvous.reachability.HostUnreachableError": "the launcher turns it into a JoinError",
-    "rankless.launch.rendezvous.control_client.LeaderUnreachableError": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_connection.LeaderUnreachableError": "the launcher turns it into a JoinError",
     "rankless.launch.rendezvous.control_connection.ConnectionBrokenError": "the launcher turns it into a JoinError",
-    "rankless.launch.rendezvous.control_client.TokenRejectedError": "the launcher turns it into a JoinError",
+    "rankless.launch.rendezvous.control_connection.TokenRejectedError": "the launcher turns it into a JoinError",
     "rankless.launch.signals.RendezvousInterrupted": "the launcher turns it into exit code 130",
     "rankless.extensions.servers.service.wire.messages.MessageRefusedError": "the receiver counts and drops it",
     "rankless.extensions.servers.service.server_connection.TransferLostError": "the worker reads or restores again",

@@ -6,9 +6,9 @@ import torch
 from safetensors import safe_open
 
 from rankless.checkpoint import Saver, load
-from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter, make_partitioned_tensor
 from rankless.ownership.shard_layout import ShardLayout
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.parallel.tensor_placement import Shard
 
 
@@ -43,7 +43,7 @@ def divide_model(mesh, model, kind="even"):
 
 def make_saver(mesh):
     """Return a saver of a mesh with divided states."""
-    return Saver(mesh=mesh, owner=DividedOwner(mesh.axes[0], lambda _operation: None))
+    return Saver(mesh=mesh, owner=ShardedStateOwner(mesh.axes[0], lambda _operation: None))
 
 
 def load_into(mesh, path, objects, **options):

@@ -15,9 +15,9 @@ from rankless.checkpoint import SaveOptions, Saver, load, tensor_file_writer
 from rankless.checkpoint.file_io import read_manifest, write_manifest
 from rankless.checkpoint.manifest import RowRange
 from rankless.errors import CheckpointError
-from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, make_partitioned_tensor
 from rankless.ownership.shard_layout import ShardLayout
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -59,7 +59,7 @@ def divide_all(mesh, kind, order):
 
 def make_saver(mesh):
     data, inner = mesh.axes
-    owner = DividedOwner(inner, lambda _: None, within=DividedOwner(data, lambda _: None))
+    owner = ShardedStateOwner(inner, lambda _: None, within=ShardedStateOwner(data, lambda _: None))
     return Saver(mesh=mesh, owner=owner)
 
 
@@ -205,5 +205,5 @@ def save_rows(mesh, path):
     values = WholeValues(mesh.axes[0], lambda _: None)
     own = layout.copy_shard(whole, mesh.rank)
     tensor = make_partitioned_tensor(Partition(layout, own, "matrix", values, device=whole.device))
-    saver = Saver(mesh=mesh, owner=DividedOwner(mesh.axes[0], lambda _: None))
+    saver = Saver(mesh=mesh, owner=ShardedStateOwner(mesh.axes[0], lambda _: None))
     saver.save(path, {"thing": Holder({"matrix": tensor})}, options=SaveOptions(layout="sharded"))

@@ -12,7 +12,7 @@ from torch import nn
 from rankless.checkpoint import SaveOptions, load
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.memory_meter import count_local_bytes
-from rankless.jobs.views import consistent
+from rankless.jobs.views import captured
 from rankless.ownership.partitioned_tensor import find_partition
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -90,18 +90,18 @@ def measure_load(mesh, path, zero, deferred, is_called):
 def measure_deferred_division(mesh, path):
     """Return the most bytes of parameters that have values, each time that one is about to be computed."""
     training, found = make_training(mesh, "parameters", deferred=True), []
-    compute = consistent.materialize_tensors
+    compute = captured.materialize_tensors
 
     def materialize_tensors(tensors):
         parameters = [item for item in training.model.parameters() if not isinstance(item, DeferredTensor)]
         found.append(sum(map(count_local_bytes, parameters)))
         compute(tensors)
 
-    consistent.materialize_tensors = materialize_tensors
+    captured.materialize_tensors = materialize_tensors
     try:
         training.load(path)
     finally:
-        consistent.materialize_tensors = compute
+        captured.materialize_tensors = compute
     return found
 
 

@@ -16,9 +16,9 @@ from rankless.records.job_programs import (
     ProgramInputRecord,
     ReplicatedOperator,
 )
-from rankless.records.program_modules import group_by_module
-from rankless.records.quantities import format_decimal_bytes
-from rankless.terminal.program_table import make_plan_report, render_modules, render_plan
+from rankless.records.number_formatting import format_decimal_bytes
+from rankless.records.program_by_module import group_by_module
+from rankless.terminal.plan_table import make_plan_report, render_modules, render_plan
 
 SCRIPT = """
 import pathlib

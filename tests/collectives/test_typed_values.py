@@ -14,8 +14,8 @@ import pytest
 import torch
 from support.processes import on_mesh
 
-from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.context.once import call_once
+from rankless.collectives.value_encoding import decode_value, encode_value
+from rankless.context.once_for_all_ranks import call_once
 from rankless.context.world import World
 from rankless.data.logical_tensor import GatherMonitor, LogicalTensor
 from rankless.errors import RanklessError

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.context.world import World
 from rankless.jobs.job import make_job
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.user_code import display_name
 

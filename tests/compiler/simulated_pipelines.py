@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.capture.value_reads import ValueReads
-from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program

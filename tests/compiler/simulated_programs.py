@@ -17,7 +17,7 @@ from rankless.compiler.ir.tensor_parts import list_parts, take_parts
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.sharding.redistribute import Collective, JointGather, RingShift, StackingAllGather
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size, has_count
-from rankless.context.generator_states import restore_generators, save_generators
+from rankless.parallel.default_generator import restore_generators, save_generators
 from rankless.parallel.mesh import AxisRole, MeshAxis
 from rankless.parallel.tensor_placement import BlockedShard, OnRank, Placement, Shard
 

@@ -13,7 +13,7 @@ from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.job import make_job
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.user_code import display_name
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rankless.config import backends, resource_limits, shared_memory_support, validation
+from rankless.config import available_resources, backends, shared_memory_support, validation
 from rankless.config.backends import choose_backend, read_requested_backend
 from rankless.config.run_config import Program, RunRequest
 from rankless.errors import ConfigError
@@ -94,7 +94,7 @@ def test_no_more_memory_is_reserved_than_is_free(monkeypatch: pytest.MonkeyPatch
     """The kernel would give an anonymous file more, and then end a process: any."""
     asked: list[int] = []
     monkeypatch.setattr("os.posix_fallocate", lambda _descriptor, _start, count: asked.append(count))
-    memory = resource_limits.Memory(free=1 << 20, whole=1 << 30, is_limited=True)
+    memory = available_resources.Memory(free=1 << 20, whole=1 << 30, is_limited=True)
     monkeypatch.setattr(shared_memory_support, "measure_memory", lambda: memory)
     assert shared_memory_support.can_reserve(1 << 20)
     assert not shared_memory_support.can_reserve((1 << 20) + 1)
@@ -102,14 +102,14 @@ def test_no_more_memory_is_reserved_than_is_free(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    machine = resource_limits.measure_memory()
+    machine = available_resources.measure_memory()
     assert 0 < machine.free <= machine.whole
     (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{24 << 20}\n")
-    monkeypatch.setattr(resource_limits, "list_control_group_folders", lambda _: [tmp_path])
-    assert resource_limits.measure_memory() == resource_limits.Memory(40 << 20, 64 << 20, is_limited=True)
+    monkeypatch.setattr(available_resources, "list_control_group_folders", lambda _: [tmp_path])
+    assert available_resources.measure_memory() == available_resources.Memory(40 << 20, 64 << 20, is_limited=True)
     # Files that have been read count as used, and are given up on demand. In a container they fill the limit.
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {16 << 20}\n")
-    assert resource_limits.measure_memory().free == 56 << 20
+    assert available_resources.measure_memory().free == 56 << 20
     (tmp_path / "memory.max").write_text("max\n")
-    assert not resource_limits.measure_memory().is_limited
+    assert not available_resources.measure_memory().is_limited

@@ -19,11 +19,11 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.context.world import World
-from rankless.data.generators import get_process_states, set_process_states
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.data.logical_tensor import LogicalTensor
+from rankless.data.random_generators import get_process_states, set_process_states
 from rankless.parallel.mesh import Mesh
 
 Pair = namedtuple("Pair", "number text")

@@ -27,8 +27,8 @@ from data.loader_cases import (
 from support.processes import on_mesh
 
 from rankless.checkpoint.state_tree import TreeWriter, decode
-from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.data.generators import get_process_states, set_process_states
+from rankless.collectives.value_encoding import decode_value, encode_value
+from rankless.data.random_generators import get_process_states, set_process_states
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 

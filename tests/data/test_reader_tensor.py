@@ -10,7 +10,7 @@ from data.test_logical_tensor import ALL_OPERATIONS, run_operation, to_comparabl
 from support.processes import on_mesh
 
 from rankless.data.logical_tensor import GatherMonitor
-from rankless.data.reader_tensor import ReaderTensor, TensorDescription, order_memory_densely
+from rankless.data.tensors_on_cpu_ranks import ReaderTensor, TensorDescription, order_memory_densely
 from rankless.parallel.mesh import Mesh, MeshAxis
 
 pytestmark = pytest.mark.slow

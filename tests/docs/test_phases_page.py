@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rankless.launch.watchdog.phases import PHASES, STARTUP_STALL_SECONDS
+from rankless.launch.watchdog.phase_timeouts import PHASES, STARTUP_STALL_SECONDS
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "watchdog.md"
 

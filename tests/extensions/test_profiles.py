@@ -15,7 +15,7 @@ from rankless.errors import LaunchError
 from rankless.extensions.fleetrun.profile import FleetrunSettings, make_fleetrun_spec
 from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost, make_horovodrun_spec
 from rankless.extensions.torchrun.profile import ShownStream, TorchrunSettings, make_torchrun_spec
-from rankless.launch.profile import LauncherProfile, load_profile
+from rankless.launch.launcher_profile import LauncherProfile, load_profile
 
 NAMES = [extension.name for extension in list_extensions() if extension.launcher]
 CHOICES = {

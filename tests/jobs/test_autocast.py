@@ -16,7 +16,7 @@ from rankless.context.world import World
 from rankless.jobs.arguments import flatten_arguments
 from rankless.jobs.job import make_job
 from rankless.jobs.job_definition import StepOptions
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 DRIFTS = 2

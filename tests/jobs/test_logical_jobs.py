@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.errors import CaptureError
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.jobs.views.logical import LogicalJobView
 from rankless.parallel.mesh import Mesh
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from rankless.context.world import RunSettings, World
 from rankless.errors import ConfigError, DataError
-from rankless.jobs.argument_placeholders import PerDevice, Whole
+from rankless.jobs.declared_argument_shapes import PerDevice, Whole
 from rankless.jobs.job import make_job
 from rankless.jobs.views.mirrored import LocalArgument
 from rankless.parallel.mesh import Mesh

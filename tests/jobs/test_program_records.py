@@ -19,11 +19,11 @@ from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import collect_inputs
 from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.jobs.programs.program_records import describe_program
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_programs import JobProgram
-from rankless.records.program_modules import describe_gather_place, list_gather_places
-from rankless.terminal.program_table import make_plan_report, render_plan
+from rankless.records.program_by_module import describe_gather_place, list_gather_places
+from rankless.terminal.plan_table import make_plan_report, render_plan
 from rankless.torch_versions import find_name
 from rankless.user_code import display_name
 

@@ -7,7 +7,7 @@ from torch.nn.utils import prune, spectral_norm, weight_norm
 
 from rankless.context.world import World
 from rankless.jobs.job import make_job
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 
 

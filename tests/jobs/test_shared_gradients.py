@@ -9,7 +9,7 @@ from collectives.backends.shared_groups import NEEDS_SHARED_GROUPS, list_open, m
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.collectives.backends import close_shared_memory_group, group_memory
+from rankless.collectives.backends import close_shared_memory_group, shared_tensor_memory
 from rankless.compiler.scheduling.state_storage import FlatMemory
 from rankless.context.world import World
 from rankless.jobs.job import make_job
@@ -207,12 +207,12 @@ def test_a_closed_group_takes_back_memory_that_no_gradient_uses():
 
 def train_within_limit(mesh: Mesh, limit_bytes: int) -> tuple[list[Tensor], int]:
     """Limit the memory on one worker only."""
-    usual = group_memory.MOST_BYTES
-    group_memory.MOST_BYTES = limit_bytes if mesh.rank == 1 else usual
+    usual = shared_tensor_memory.MOST_BYTES
+    shared_tensor_memory.MOST_BYTES = limit_bytes if mesh.rank == 1 else usual
     try:
         parameters, _, shared = train_shared(mesh, "nothing kept")
     finally:
-        group_memory.MOST_BYTES = usual
+        shared_tensor_memory.MOST_BYTES = usual
     return parameters, shared
 
 

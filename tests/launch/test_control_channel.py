@@ -12,13 +12,15 @@ import pytest
 
 from rankless.config.run_config import Program
 from rankless.launch.rendezvous import messages
-from rankless.launch.rendezvous.control_client import (
+from rankless.launch.rendezvous.control_connection import (
+    MAX_FRAME_BYTES,
+    ConnectionBrokenError,
+    ControlConnection,
     LeaderConnection,
     LeaderUnreachableError,
     TokenRejectedError,
     connect_to_leader,
 )
-from rankless.launch.rendezvous.control_connection import MAX_FRAME_BYTES, ConnectionBrokenError, ControlConnection
 from rankless.launch.rendezvous.control_server import (
     ConnectionRejected,
     ControlServer,
@@ -38,7 +40,7 @@ from rankless.launch.rendezvous.messages import (
     WorkerRecords,
 )
 from rankless.records.events import ScriptFinished
-from rankless.records.new_clients import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
+from rankless.records.unauthenticated_clients import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
 
 TOKEN = secrets.token_bytes(32)
 PROGRAM = Program(kind="code", target="print()")
@@ -371,7 +373,7 @@ def test_a_connect_error_that_appears_late_still_raises(monkeypatch: pytest.Monk
 def test_a_connection_that_breaks_at_once_counts_as_unreachable(monkeypatch: pytest.MonkeyPatch):
     here, there = socket.socketpair()
     there.close()
-    monkeypatch.setattr("rankless.launch.rendezvous.control_client.open_connection", lambda *_, **__: here)
+    monkeypatch.setattr("rankless.launch.rendezvous.control_connection.open_connection", lambda *_, **__: here)
     with pytest.raises(LeaderUnreachableError, match="the connection was lost"):
         connect_to_leader("127.0.0.1", 1, token=TOKEN, timeout_seconds=1)
     assert here.fileno() == -1

@@ -6,8 +6,14 @@ from collections.abc import Iterable
 import pytest
 
 from rankless.config.run_config import Elastic
-from rankless.launch.recovery.driver_actions import Action, MessageAction, StartAction, WorkerState
-from rankless.launch.recovery.membership import JOIN_TIMEOUT_SECONDS, JobMembership
+from rankless.launch.recovery.membership import (
+    JOIN_TIMEOUT_SECONDS,
+    Action,
+    JobMembership,
+    MessageAction,
+    StartAction,
+    WorkerState,
+)
 from rankless.records.elastic_messages import HostsChanged, RoundEnded, RoundStarted, WorkerDismissed, WorkerReady
 
 

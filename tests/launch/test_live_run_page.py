@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rankless.launch.live_run_page import LiveRunPage
+from rankless.launch.live_run_publisher import LiveRunPage
 from rankless.launch.status.run_lookup import find_running_runs, read_live_run
 from rankless.records.events import Exited, Notice, ScriptFinished, Started
 from rankless.records.live_run import LAYOUT, LiveRun, LiveWorker, ProcessRow

@@ -1,6 +1,6 @@
 """In every phase of a run, a process that is stuck, killed or stopped is named within `--hang-timeout`.
 
-Each phase of `launch.watchdog.phases` is made with a real run, on one host and on two.
+Each phase of `launch.watchdog.phase_timeouts` is made with a real run, on one host and on two.
 """
 
 import re
@@ -11,7 +11,7 @@ import pytest
 from support.hosts import Hosts, two_hosts
 from support.jobs import RANKLESS, start_rankless
 
-from rankless.launch.watchdog.phases import PHASES
+from rankless.launch.watchdog.phase_timeouts import PHASES
 
 pytestmark = pytest.mark.slow
 

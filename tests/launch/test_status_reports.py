@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankless.launch.status.readings import ProcessReading, RoleProcessReading, RunReading, WorkerReading
-from rankless.launch.status.reports import measure_step_rate, report_running
+from rankless.launch.status.build_status import measure_step_rate, report_running
+from rankless.launch.status.read_counters import ProcessReading, RoleProcessReading, RunReading, WorkerReading
 from rankless.launch.watchdog.process_stats import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow, ProcessStage

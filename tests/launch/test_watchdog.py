@@ -14,8 +14,9 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.peers import Peers
+from rankless.launch.other_hosts import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
+from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.process_stats import (
     MAX_RETRY_SECONDS,
     ActivityTracker,
@@ -25,7 +26,6 @@ from rankless.launch.watchdog.process_stats import (
     read_tcp_connections,
 )
 from rankless.launch.watchdog.stacks import StackRequest
-from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.records.events import Exited, HangDetected, Notice, RankStatus, ScriptFinished, Started
 

@@ -11,11 +11,10 @@ import torch
 from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog import stack_classifier
 from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, DEADLOCK_SECONDS, WAITS_FOR_DISK, diagnose
-from rankless.launch.watchdog.phases import PHASES
+from rankless.launch.watchdog.phase_timeouts import MIN_STALL_SECONDS, PHASES, STARTUP_STALL_SECONDS, StepRate
 from rankless.launch.watchdog.report import format_headline, format_report
 from rankless.launch.watchdog.stack_classifier import classify_stack, locate_data_loader_worker
 from rankless.launch.watchdog.stacks import parse_main_stack
-from rankless.launch.watchdog.step_rate import MIN_STALL_SECONDS, STARTUP_STALL_SECONDS, StepRate
 from rankless.records.events import RankStatus
 from rankless.records.worker_status import WorkerStatus
 from rankless.user_code import PACKAGE_FOLDER

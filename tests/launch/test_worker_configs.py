@@ -4,8 +4,8 @@ import pytest
 
 from rankless.config import validation
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
-from rankless.launch.job_setup import ReadyJob
-from rankless.launch.peers import Peers
+from rankless.launch.other_hosts import Peers
+from rankless.launch.run_setup import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
 

@@ -9,7 +9,7 @@ from logical.test_logical_view import divide
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.logical import gradient_sums, handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical import function_handlers, gradient_sums  # noqa: F401  # registers what tensors answer
 from rankless.logical.gradient_shards import GradientShards
 from rankless.logical.gradient_sums import GradientPass, find_leaves
 from rankless.logical.gradients import LogicalBackward

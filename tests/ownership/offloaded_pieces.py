@@ -8,10 +8,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
-from rankless.jobs.planned_division import make_default_plan
-from rankless.ownership import divided_owner
-from rankless.ownership.divided_owner import DividedOwner
+from rankless.jobs.state_division import make_default_plan
+from rankless.ownership import sharded_state_owner
 from rankless.ownership.shard_layout import ShardGroup, ShardLayout
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Shard
 
@@ -75,7 +75,7 @@ class Shapes(nn.Module):
 def divide(workers, model, optimizer, zero):
     tensors = {f"model.{name}": item for name, item in model.named_parameters()}
     mesh = Mesh(rank=0, size=2, device=torch.device(DEVICE), axes=(workers.axis,))
-    owner = DividedOwner(workers.axis, lambda _operation: None)
+    owner = ShardedStateOwner(workers.axis, lambda _operation: None)
     plan = make_default_plan(tensors, [optimizer], mesh, zero, offload=True)
     offloaded = {name for name, state in plan.states.items() if state.offloaded}
     assert offloaded == (set(tensors) if isinstance(optimizer, torch.optim.Adafactor) else DIVIDED)
@@ -98,7 +98,7 @@ def make_gradients(owner, tensors):
 
 def check_steps(monkeypatch, zero, name):
     """The optimizer gets pieces and gradients of the host, and whole parameters on the device."""
-    monkeypatch.setattr(divided_owner, "share_state", lambda *_: None)  # it sends bytes of the other worker
+    monkeypatch.setattr(sharded_state_owner, "share_state", lambda *_: None)  # it sends bytes of the other worker
     with WithoutElements():
         workers, model = DeviceWorkers(monkeypatch), Shapes()
         kind = getattr(torch.optim, name)

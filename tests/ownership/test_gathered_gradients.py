@@ -9,7 +9,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.context.step_events import StepEvents, StepParticipant
-from rankless.ownership.divided_owner import DividedOwner
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.parallel.mesh import Mesh
 
 
@@ -43,8 +43,8 @@ def step(mesh: Mesh, compares: bool) -> tuple[int, list[list[float] | None]]:
         zero="gradients",
         events=StepEvents([participant]),
     )
-    gather = DividedOwner.gather_gradient
-    with patch.object(DividedOwner, "gather_gradient", autospec=True, side_effect=gather) as gathered:
+    gather = ShardedStateOwner.gather_gradient
+    with patch.object(ShardedStateOwner, "gather_gradient", autospec=True, side_effect=gather) as gathered:
         job(torch.arange(12.0).double().reshape(4, 3))
     return gathered.call_count, participant.seen
 

@@ -7,7 +7,7 @@ import torch
 from support.processes import on_mesh
 from torch import nn
 
-from rankless.context.once import call_once
+from rankless.context.once_for_all_ranks import call_once
 from rankless.context.world import World
 from rankless.errors import ConfigError, RanklessError
 from rankless.jobs.job import make_job

@@ -11,8 +11,8 @@ from rankless.errors import RanksDiverged
 from rankless.jobs.job import make_job
 from rankless.jobs.job_definition import StepOptions
 from rankless.jobs.model_sync import check_models_equal, find_differing_tensors, sync_tensors
-from rankless.ownership.divided_owner import DividedOwner
 from rankless.ownership.partitioned_tensor import find_partition
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.parallel.mesh import Mesh
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
 
@@ -32,7 +32,7 @@ def make_divided_model(mesh: Mesh) -> tuple[World, nn.Linear, object, list[str]]
         step_options=StepOptions(),
     )
     owner = world.owner
-    assert isinstance(owner, DividedOwner)
+    assert isinstance(owner, ShardedStateOwner)
     divisions = (StateDivision(axis="data", dim=0, lengths=(3, 3)),)
     weight = StatePlan(shape=(6, 3), dtype="float32", value=divisions, gradient=divisions, optimizer_state=divisions)
     owner.divide(JobPlan(states={"model.weight": weight}), {"model.weight": model.weight}, line="here")

@@ -19,13 +19,13 @@ from support.plan_records import (
     pipelined,
 )
 
-from rankless.plan_picture.drawing import Bar, Drawing, Label, clean_text
-from rankless.plan_picture.job_picture import draw_plan
+from rankless.plan_picture.bars_and_labels import Bar, Drawing, Label, clean_text
+from rankless.plan_picture.picture_data import PicturedPlan
 from rankless.plan_picture.picture_file import format_page
-from rankless.plan_picture.pictured_job import PicturedPlan
+from rankless.plan_picture.picture_layout import draw_plan
 from rankless.records.job_programs import DefinedJob, ProgramInputRecord
+from rankless.records.number_formatting import format_decimal_bytes
 from rankless.records.parallel_plan import JobPlan, StatePlan
-from rankless.records.quantities import format_decimal_bytes
 
 UNUSED = "model.never_used.weight"
 

@@ -18,10 +18,10 @@ from rankless.records.encoding import encode_json, encode_msgpack
 from rankless.records.events import AnyRecord, Notice, Raised, open_channel, receive_records, send_record
 from rankless.records.job_programs import ProgramRecord
 from rankless.records.live_run import LiveRun
-from rankless.records.recorded_calls import ResultRecord
 from rankless.records.run_status import RunStatus
 from rankless.records.run_summary import RunSummary
 from rankless.records.server_activity import ServerActivity
+from rankless.records.verify_results import ResultRecord
 from rankless.terminal.cursor_tracker import CursorTracker
 from tests.support.structs import values_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankless.records.program_modules import format_modules
+from rankless.records.program_by_module import format_modules
 
 
 @pytest.mark.parametrize(

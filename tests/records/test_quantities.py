@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rankless.records.quantities import format_bit_rate, format_bytes, format_seconds
+from rankless.records.number_formatting import format_bit_rate, format_bytes, format_seconds
 
 KIB, MIB, GIB, TIB = (1024**power for power in range(1, 5))
 

@@ -76,7 +76,7 @@ def list_values():
 """
 
 FAULTS = """
-from rankless.ownership import divided_owner, partitioned_tensor, states_of_survivors
+from rankless.ownership import partitioned_tensor, states_of_survivors, sharded_state_owner
 from rankless.runtime import worker_recovery
 
 COUNTS = {}
@@ -97,12 +97,12 @@ def watch(owner, name, moment, after=None):
 
 
 watch(worker_recovery.dist, "barrier", "computed", "passed")
-watch(divided_owner, "share_state", "share", "shared")
+watch(sharded_state_owner, "share_state", "share", "shared")
 watch(partitioned_tensor, "gather_shards", "gather")
 watch(states_of_survivors, "send_memory", "send")
-watch(divided_owner, "make_divided_parameter", "divide")
+watch(sharded_state_owner, "make_divided_parameter", "divide")
 watch(partitioned_tensor.WholeValues, "write_back", "written")
-watch(divided_owner.DividedOwner, "measure_norm", "norm")
+watch(sharded_state_owner.ShardedStateOwner, "measure_norm", "norm")
 """
 
 TRAINING = (

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 
 from rankless.compiler.pipeline_parallel.schedules import StageWorkers, describe_timeline, make_schedule
-from rankless.plan_picture.pictured_job import PicturedPlan, collect_plan
+from rankless.plan_picture.picture_data import PicturedPlan, collect_plan
 from rankless.records.job_programs import (
     DefinedJob,
     JobMemory,

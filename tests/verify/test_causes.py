@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankless.records.recorded_calls import ScriptSurvey, StepInputs
+from rankless.records.verify_results import ScriptSurvey, StepInputs
 from rankless.verify.causes import find_cause, find_undivided
 from rankless.verify.comparison import compare
 from rankless.verify.recording.run_recorder import RunRecorder

@@ -7,8 +7,8 @@ import torch
 from support.verify_output import report_on
 from torch import nn
 
-from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
-from rankless.records.recorded_calls import JobCalled
+from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
+from rankless.records.verify_results import JobCalled
 from rankless.verify.comparison import compare
 from rankless.verify.decision import describe_doubt
 from rankless.verify.decision_report import render_table

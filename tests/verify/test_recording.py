@@ -6,8 +6,8 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
-from rankless.records.recorded_calls import (
+from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
+from rankless.records.verify_results import (
     JobCalled,
     ModelRegistered,
     RecordingFinished,

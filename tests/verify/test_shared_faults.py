@@ -8,7 +8,7 @@ from support.verify_output import read_verdict, report_on
 from support.warm_runs import rankless
 from torch import nn
 
-from rankless.jobs.perturbation import perturbed_parameters
+from rankless.jobs.rounding_noise import perturbed_parameters
 from rankless.verify.comparison import compare
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recordings import Recording, read_recordings

@@ -22,8 +22,8 @@ from typing import TypeVar
 
 import torch
 
+from rankless.collectives.backends.futex_signals import BACKGROUND_MARKER, MESSAGE_CHANNEL, GroupSignals
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
-from rankless.collectives.backends.signals import BACKGROUND_MARKER, MESSAGE_CHANNEL, GroupSignals
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import WORD_BYTES, FailureKind
 

@@ -16,9 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch._C._distributed_c10d import _unregister_process_group
 
-from rankless.collectives.backends.group_failure import Membership, make_error
-from rankless.collectives.backends.operation_queue import SharedMemoryWork
-from rankless.collectives.backends.prepared_calls import (
+from rankless.collectives.backends.argument_conversion import (
     FusedTensors,
     PreparedCall,
     as_list,
@@ -46,6 +44,8 @@ from rankless.collectives.backends.prepared_calls import (
     writable,
     write_back,
 )
+from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
 from rankless.config.shared_memory_support import Support
 from rankless.errors import CollectiveError

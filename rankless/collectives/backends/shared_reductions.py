@@ -29,9 +29,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from rankless.collectives.backends.operation_signature import Collective, encode_signature, sign_reduction
+from rankless.collectives.backends.rank_slots import HALF_BYTES, Slots, split_rounds, split_shares
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_region import SharedRegion
-from rankless.collectives.backends.slots import HALF_BYTES, Slots, split_rounds, split_shares
 
 ONE_SHOT_BYTES = 64 << 10
 """The most bytes that ranks always reduce in one shot, all ranks' values together."""

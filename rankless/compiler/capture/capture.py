@@ -38,7 +38,7 @@ from rankless.compiler.capture.global_modes import (
     get_autocast_state,
     require_grad_enabled,
 )
-from rankless.compiler.capture.results import ResultStructure, find_live, flatten_result, get_memory
+from rankless.compiler.capture.result_structure import ResultStructure, find_live, flatten_result, get_memory
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.tensors_kept_between_calls import find_kept, restore_after_failure
 from rankless.compiler.capture.trace_errors import convert_trace_errors, offer_whole_batch

@@ -6,9 +6,9 @@ mean divides by the count of the whole batch, and g_s = sum over m of g_s(m). Va
 gradients to the one before. With `gpipe`, P stages of equal work wait (P - 1) / (M + P - 1) of the time (Huang et al.,
 "GPipe", 2019); `schedules` has the others and their sources.
 
-`stages` cuts the program, by measured times if the plan asks. `microbatches` lowers it once per
-microbatch. `partition` says when and where each node runs (Note [phases]), and `data_flow` what moves. `step_builder`
-builds one worker's functions, and `step` runs them in the order of `schedules`, which also says which workers take the
-microbatches of a stage in turns. `ArgumentExchange` gathers the arguments that the axis `expert` shards. With workers
-of several kinds an extension cuts the stages. Decisions 0036 and 0052.
+`stages` cuts the program, by measured times if the plan asks. `microbatch_lowering` lowers it once per
+microbatch. `node_assignment` says when and where each node runs (Note [phases]), and `data_flow` what moves.
+`step_builder` builds one worker's functions, and `step` runs them in the order of `schedules`, which also says which
+workers take the microbatches of a stage in turns. `ArgumentExchange` gathers the arguments that the axis `expert`
+shards. With workers of several kinds an extension cuts the stages. Decisions 0036 and 0052.
 """

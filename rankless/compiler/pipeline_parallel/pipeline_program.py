@@ -9,7 +9,7 @@ import torch
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.trace_errors import offer_whole_batch
-from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, format_operator, format_value
 from rankless.compiler.pipeline_parallel.data_flow import DataFlow, Need, Part
 from rankless.compiler.pipeline_parallel.microbatch_lowering import (
@@ -19,7 +19,7 @@ from rankless.compiler.pipeline_parallel.microbatch_lowering import (
     lower_microbatches,
     make_exchanges,
 )
-from rankless.compiler.pipeline_parallel.partition import Phase, ProgramPartition
+from rankless.compiler.pipeline_parallel.node_assignment import Phase, ProgramPartition
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, describe_timeline
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions, place_added
 from rankless.compiler.pipeline_parallel.step import PipelineRun, PipelineStep

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from rankless.compiler.codegen.codegen import generate_function
+from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
@@ -27,8 +27,8 @@ from rankless.compiler.pipeline_parallel.data_flow import (
     describe_tensor,
 )
 from rankless.compiler.pipeline_parallel.microbatch_lowering import MICROBATCH, ArgumentExchange
+from rankless.compiler.pipeline_parallel.node_assignment import ProgramPartition
 from rankless.compiler.pipeline_parallel.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
-from rankless.compiler.pipeline_parallel.partition import ProgramPartition
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions

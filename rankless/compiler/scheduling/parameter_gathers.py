@@ -28,7 +28,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, i
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
-from rankless.ownership.host_memory import copy_to_device
+from rankless.ownership.host_offload import copy_to_device
 from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
 from rankless.parallel.mesh import MeshAxis
 

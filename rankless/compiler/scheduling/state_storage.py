@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.group_memory import allocate_reduced
+from rankless.collectives.backends.shared_tensor_memory import allocate_reduced
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.ownership.shard_layout import ShardLayout, is_dense, make_dense_strides, order_dims
 from rankless.parallel.mesh import MeshAxis, WorkerGroup

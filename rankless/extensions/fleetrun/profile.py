@@ -32,8 +32,8 @@ from rankless.extensions.fleetrun.tables import (
 from rankless.extensions.servers.config import NAME as SERVERS
 from rankless.extensions.servers.config import SERVER_ROLE, RequestedServers
 from rankless.extensions.servers.launch.options import find_requested
+from rankless.launch.launcher_profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
 from rankless.launch.ports import reserve_master_port
-from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, show_gpus
 
 
 class FleetrunSettings(msgspec.Struct, frozen=True, kw_only=True):

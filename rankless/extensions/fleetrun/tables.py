@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.supervisor.terminal_text import format_processes
-from rankless.records.quantities import format_count
+from rankless.launch.supervisor.start_and_end_text import format_processes
+from rankless.records.number_formatting import format_count
 
 LOG_NAME = "workerlog.{}"
 """Paddle's name for the log file of a rank. Its users look for it directly in the log folder."""

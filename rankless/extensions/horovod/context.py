@@ -18,7 +18,7 @@ from rankless.extensions.horovodrun.launched_worker import horovod_variables, ra
 from rankless.records.elastic_messages import RankAssignment, assign_ranks
 from rankless.runtime.current_context import current_rendezvous
 from rankless.runtime.elastic_round import current_member
-from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
+from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 

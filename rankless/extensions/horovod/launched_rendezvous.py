@@ -23,8 +23,8 @@ from rankless.config.hosts import interface_towards
 from rankless.errors import JoinError
 from rankless.extensions.horovodrun.launched_worker import HorovodWorker
 from rankless.records.elastic_messages import assign_ranks
-from rankless.runtime.rendezvous.job_rendezvous import RendezvousInfo
-from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
+from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 from rankless.runtime.rendezvous.tcp import CompletedRendezvous, JoinDeadline, Notify, join_tcp_rendezvous
 
 PATH = "/rankless/rendezvous"

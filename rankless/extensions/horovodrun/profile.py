@@ -12,7 +12,7 @@ from rankless.config.worker_config import WorkerConfig
 from rankless.extensions.horovodrun.launched_worker import rank_variables
 from rankless.extensions.horovodrun.run_config import is_this_python
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
-from rankless.launch.profile import LauncherProfile, VisibleDevices, WorkerLogFiles, log_file_of
+from rankless.launch.launcher_profile import LauncherProfile, VisibleDevices, WorkerLogFiles, log_file_of
 from rankless.launch.worker_output import SOURCES, FollowedFile
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.hooks.import_aliases import install

@@ -10,7 +10,7 @@ import msgspec
 from rankless.config.environment import snapshot, user_visible_devices
 from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig, decode_settings, make_launcher_spec
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.profile import (
+from rankless.launch.launcher_profile import (
     LauncherProfile,
     SignalForwarding,
     VisibleDevices,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from rankless.config.available_resources import core_count
 from rankless.config.environment import (
     default_log_folder,
     snapshot,
@@ -15,7 +16,6 @@ from rankless.config.environment import (
     whole_number,
 )
 from rankless.config.hosts import addresses_of, numbered_hosts, own_addresses
-from rankless.config.resource_limits import core_count
 from rankless.config.run_config import UNKNOWN_HOST, Cluster, Program, ProgramKind, RunRequest
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from rankless.compiler.capture.capture import CapturedJob
-from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.ir.looked_up_parameter import take_input
 from rankless.compiler.scheduling.state_storage import GradientMemory, StateStorage
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.context.world import World
-from rankless.data.reader_tensor import ReaderTensor, find_kinds_axis, share_values
+from rankless.data.tensors_on_cpu_ranks import ReaderTensor, find_kinds_axis, share_values
 from rankless.jobs.arguments import FlattenedArguments, get_local_shard
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.varying_sizes import SizeConstraints

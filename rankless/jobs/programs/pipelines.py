@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.capture.trace_to_program import named_tensors
-from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, StageWorkers, make_schedule

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 from torch import Tensor, fx
 
-from rankless.compiler.codegen.codegen import LocalProgram
+from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
 from rankless.compiler.rules.extension_operators import is_lookup
@@ -32,8 +32,8 @@ from rankless.records.job_programs import (
     encode_program_record,
     programs_file,
 )
-from rankless.records.program_modules import NOTICE_BYTES, describe_gather_place, list_gather_places
-from rankless.records.quantities import format_decimal_bytes
+from rankless.records.number_formatting import format_decimal_bytes
+from rankless.records.program_by_module import NOTICE_BYTES, describe_gather_place, list_gather_places
 
 IN_PIECES = "in pieces, whole while in use"
 """How `rankless plan` describes parameters that are gathered just before their use."""

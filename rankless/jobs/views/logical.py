@@ -6,7 +6,7 @@ all ranks, as in a script without a job.
 
 from dataclasses import replace
 
-from rankless.compiler.capture.results import map_result
+from rankless.compiler.capture.result_structure import map_result
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.context.world import World
 from rankless.errors import CaptureError
@@ -15,8 +15,8 @@ from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
+from rankless.logical.function_handlers import take_whole
 from rankless.logical.gradients import LogicalBackward
-from rankless.logical.handlers import take_whole
 from rankless.logical.tensor import LogicalView
 from rankless.plain_script.loaders import convert_tensor
 

@@ -23,10 +23,10 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import all_reduce, broadcast, flatten_by_kind
-from rankless.collectives.typed_values import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.compiler.capture.capture import extract_loss
 from rankless.compiler.capture.global_modes import clear_autocast_cache, disable_autocast
-from rankless.compiler.capture.results import map_result
+from rankless.compiler.capture.result_structure import map_result
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments

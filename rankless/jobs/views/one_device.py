@@ -13,7 +13,7 @@ from torch import Tensor
 from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
 from rankless.compiler.capture.forbidden_calls import refuse_training_calls, warn_of_refused_changes
 from rankless.compiler.capture.global_modes import clear_autocast_cache, disable_autocast
-from rankless.compiler.capture.results import map_result
+from rankless.compiler.capture.result_structure import map_result
 from rankless.compiler.capture.trace_errors import find_compressed_tensor
 from rankless.compiler.ir.counter_operators import CounterRandomMode
 from rankless.compiler.tracing.refused_functions import ModuleTensors
@@ -22,7 +22,7 @@ from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_refused_argument
 from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.perturbation import perturb_gradients, perturbed_parameters
+from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
 
 
 class PlainView:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
-from rankless.collectives.typed_values import decode_value, encode_value
-from rankless.compiler.capture.results import flatten_result
+from rankless.collectives.value_encoding import decode_value, encode_value
+from rankless.compiler.capture.result_structure import flatten_result
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.context.world import World

@@ -11,7 +11,6 @@ from typing import Protocol
 
 from torch.nn.parameter import is_lazy
 
-from rankless.context.generator_states import restore_generators, save_generators
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor, divide_again
 from rankless.deferred_models.building import find_deferred, materialize
@@ -20,12 +19,13 @@ from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.dtype_override import cast_job
 from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.views.call_failures import explain_failure
-from rankless.jobs.views.consistent import ConsistentView
+from rankless.jobs.views.captured import ConsistentView
 from rankless.jobs.views.logical import LogicalJobView, can_run_logically
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.uncaptured import UncapturedView
-from rankless.ownership.extension_modules import list_extension_modules
+from rankless.ownership.extension_nn_modules import list_extension_modules
+from rankless.parallel.default_generator import restore_generators, save_generators
 
 
 class JobView(Protocol):

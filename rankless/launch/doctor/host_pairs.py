@@ -19,7 +19,7 @@ from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.launch.rendezvous.link_test import SECRET_BYTES
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning, with_place
-from rankless.records.quantities import format_bit_rate, format_bytes, format_seconds
+from rankless.records.number_formatting import format_bit_rate, format_bytes, format_seconds
 
 SLOW_ROUND_TRIP_SECONDS = 0.01
 SLOW_BYTES_PER_SECOND = 50e6

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
-from rankless.config.environment import user_visible_devices
-from rankless.config.resource_limits import (
+from rankless.config.available_resources import (
     FREE_SHARED_BYTES,
     SHARED_MEMORY,
     core_count,
@@ -28,12 +26,14 @@ from rankless.config.resource_limits import (
     measure_shared_memory,
     read_limit,
 )
+from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
+from rankless.config.environment import user_visible_devices
 from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK, can_reserve
 from rankless.config.validation import choose_devices
 from rankless.errors import ConfigError
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning
-from rankless.records.quantities import format_bytes
+from rankless.records.number_formatting import format_bytes
 from rankless.torch_versions import (
     PINNED,
     SUPPORTED,

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.config.hosts import LOOPBACK
-from rankless.launch.job_setup import ReadyJob
-from rankless.launch.peers import Peers
-from rankless.launch.rendezvous.peers import LeaderPeer
+from rankless.launch.other_hosts import Peers
+from rankless.launch.rendezvous.leader_and_followers import LeaderPeer
+from rankless.launch.run_setup import ReadyJob
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from rankless.config.run_config import Cluster
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.control_client import (
+from rankless.launch.rendezvous.control_connection import (
+    ConnectionBrokenError,
     LeaderConnection,
     LeaderUnreachableError,
     TokenRejectedError,
     connect_to_leader,
 )
-from rankless.launch.rendezvous.control_connection import ConnectionBrokenError
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, TokenSource
 from rankless.launch.rendezvous.leader import PROGRESS_SECONDS

@@ -8,19 +8,20 @@ from typing import Protocol
 
 from rankless.config.run_config import AgreedJobConfig, Cluster
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.answers import INTERRUPTED, announced_failures
 from rankless.launch.rendezvous.control_server import (
+    INTERRUPTED,
     ConnectionRejected,
     ControlServer,
     HostDisconnected,
     HostJoined,
     ServerEvent,
+    announced_failures,
 )
 from rankless.launch.rendezvous.host_facts import HostFacts, find_differences
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress
 from rankless.launch.rendezvous.reachability import ReachabilityProbe
 from rankless.launch.signals import Interrupts, RendezvousInterrupted
-from rankless.records.new_clients import RejectedClients
+from rankless.records.unauthenticated_clients import RejectedClients
 
 PROGRESS_SECONDS = 5.0
 

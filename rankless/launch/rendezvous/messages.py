@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.launch.peers import StopMode
+from rankless.launch.other_hosts import StopMode
 from rankless.launch.rendezvous.host_facts import HostFacts
 from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget

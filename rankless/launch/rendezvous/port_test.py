@@ -18,8 +18,12 @@ import psutil  # type: ignore[import-untyped]  # it has no stubs
 from rankless.config.environment import PORT_TEST, user_interfaces
 from rankless.config.hosts import Endpoint, address_family
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
-from rankless.launch.rendezvous.control_server import ControlServer
+from rankless.launch.rendezvous.control_server import (
+    ANSWER_TIMEOUT_SECONDS,
+    ControlServer,
+    announced_failures,
+    receive_answers,
+)
 from rankless.launch.rendezvous.link_test import SECRET_BYTES, connect_all, start_listener, stop_listener
 from rankless.launch.rendezvous.messages import (
     ConnectToPorts,

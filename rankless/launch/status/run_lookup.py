@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from rankless.errors import ConfigError
-from rankless.launch.status.readings import open_shared_file_of
-from rankless.launch.status.reports import report_ended
+from rankless.launch.status.build_status import report_ended
+from rankless.launch.status.read_counters import open_shared_file_of
 from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, current_system, is_agent_alive
 from rankless.records.run_status import RunStatus
 from rankless.records.run_summary import AgentProcess, RunProgram, RunSummary, decode_run_summary

@@ -5,12 +5,12 @@ Only a run in which something fails loads this.
 
 from collections.abc import Sequence
 
-from rankless.launch.supervisor.terminal_text import MAX_LINE_CHARS, MAX_SECONDARY_LINES
+from rankless.launch.supervisor.start_and_end_text import MAX_LINE_CHARS, MAX_SECONDARY_LINES
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
 from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line
 from rankless.launch.watchdog.stacks import TRACEBACK_FRAME, parse_traceback
 from rankless.records.events import GroupTeardown, Raised
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 from rankless.user_code import is_library, shorten_path
 
 _TRACEBACK_LINES = 9

@@ -23,8 +23,8 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.peers import Peers, StopMode
-from rankless.launch.profile import LauncherProfile, SignalForwarding
+from rankless.launch.launcher_profile import LauncherProfile, SignalForwarding
+from rankless.launch.other_hosts import Peers, StopMode
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.fork_server_client import WorkerParent
 from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, may_be_failure

@@ -3,12 +3,11 @@
 `watchdog` combines the parts. The supervisor calls it on every tick and passes it every record. Each module adds one
 kind of evidence:
 
-- `phases`: the table of the phases of a run, with the limits of each;
+- `phase_timeouts`: the table of the phases of a run, with the limits of each, and the usual time of a step;
 - `process_stats`: CPU time and context switches of each worker, from `/proc`;
-- `step_rate`: the optimizer steps that the workers count in shared memory;
 - `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
 - `worker_monitor`: the `RankStatus` of each local rank;
-- `process_monitor`: the state of the processes beside the workers;
+- `role_monitor`: the state of the processes beside the workers;
 - `missing_ranks`: which ranks are missing, also when a collective has timed out, and when to end the job;
 - `report`: the text for the terminal.
 

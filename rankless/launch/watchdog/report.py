@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis
-from rankless.launch.watchdog.phases import BY_NAME as PHASES
-from rankless.launch.watchdog.process_monitor import ProcessStatus
+from rankless.launch.watchdog.phase_timeouts import BY_NAME as PHASES
+from rankless.launch.watchdog.phase_timeouts import StepRate
+from rankless.launch.watchdog.role_monitor import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
-from rankless.launch.watchdog.step_rate import StepRate
 from rankless.records.events import RankStatus
-from rankless.records.quantities import format_ranks, format_seconds
+from rankless.records.number_formatting import format_ranks, format_seconds
 
 MAX_LISTED = 3
 HostName = Callable[[int], str]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankless.config.extensions import list_extensions
-from rankless.launch.watchdog.phases import BY_NAME, PhaseName, extension_files, find_phase
+from rankless.launch.watchdog.phase_timeouts import BY_NAME, PhaseName, extension_files, find_phase
 from rankless.launch.watchdog.stacks import Frame
 from rankless.user_code import PACKAGE_FOLDER, STANDARD_FOLDER, is_library, shorten_path
 

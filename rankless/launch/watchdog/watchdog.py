@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.launch.peers import Peers
+from rankless.launch.other_hosts import Peers
 from rankless.launch.watchdog import load_part
-from rankless.launch.watchdog.process_monitor import ProcessMonitor, ProcessStatus
+from rankless.launch.watchdog.phase_timeouts import StepRate
 from rankless.launch.watchdog.process_stats import ActivityTracker
-from rankless.launch.watchdog.step_rate import StepRate
+from rankless.launch.watchdog.role_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.worker_monitor import WorkerMonitor, status_before_start, write_stacks
 from rankless.records.events import (
     NO_RANK,
@@ -28,7 +28,7 @@ from rankless.records.events import (
     Started,
 )
 from rankless.records.live_run import ProcessRow
-from rankless.records.quantities import format_seconds
+from rankless.records.number_formatting import format_seconds
 from rankless.records.worker_status import open_page
 
 if TYPE_CHECKING:

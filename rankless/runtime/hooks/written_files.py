@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from rankless.config.worker_config import WorkerConfig
-from rankless.plain_script.silent_events import FURTHER_FILES, silence_events
+from rankless.plain_script.silent_tensorboard_writers import FURTHER_FILES, silence_events
 from rankless.records.events import FileOpened
 from rankless.user_code import display_name, is_library, script_line
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from rankless.config.worker_config import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.encoding import encode_json
-from rankless.records.store_access import (
+from rankless.records.store_authentication import (
     CHALLENGE_KEY,
     PROOF_KEY,
     ROUND_ENDED,

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.hosts import listen_on
 from rankless.errors import JoinError
-from rankless.records.quantities import format_ranks
-from rankless.runtime.rendezvous.parameters import RendezvousParameters
+from rankless.records.number_formatting import format_ranks
+from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 
 NOTICE_AFTER_SECONDS = 5.0
 POLL_SECONDS = 0.02

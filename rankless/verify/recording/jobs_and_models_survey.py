@@ -11,7 +11,7 @@ from rankless.jobs.memory_meter import count_tensor_bytes
 from rankless.ownership.state_owner import StateOwner
 from rankless.records.job_programs import DefinedJob, JobMemory
 from rankless.records.parallel_plan import JobPlan
-from rankless.records.recorded_calls import ScriptSurvey
+from rankless.records.verify_results import ScriptSurvey
 
 
 def measure_job_memory(job: JobDefinition, owner: StateOwner, plan: JobPlan | None) -> JobMemory:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rankless.compiler.capture.results import list_named_leaves
+from rankless.compiler.capture.result_structure import list_named_leaves
 from rankless.context.step_events import ObservedJob, StepParticipant
-from rankless.ownership.extension_modules import find_extension_modules
-from rankless.records.recorded_calls import (
+from rankless.ownership.extension_nn_modules import find_extension_modules
+from rankless.records.verify_results import (
     TEXT,
     FinalTensorMetadata,
     JobCalled,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from collectives.backends.shared_groups import in_shared_memory, list_open, shared_group
 from support.processes import on_mesh
 
-from rankless.collectives.backends.group_memory import can_have_common_memory, map_common
+from rankless.collectives.backends.shared_tensor_memory import can_have_common_memory, map_common
 
 
 def write_and_read(mesh):

@@ -17,7 +17,7 @@ from support.jobs import wait_until
 from rankless.config.run_config import AgreedJobConfig, Elastic, Program, RunRequest
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
-from rankless.launch.recovery.driver_actions import ElasticWorker
+from rankless.launch.recovery.membership import ElasticWorker
 from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.records.events import Exited
 

@@ -10,7 +10,7 @@ from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, main
 from rankless.config import validation
-from rankless.config.resource_limits import core_count
+from rankless.config.available_resources import core_count
 from rankless.config.run_config import UNKNOWN_HOST, Program, decode_settings
 from rankless.errors import ConfigError
 from rankless.extensions.torchrun import command as torchrun

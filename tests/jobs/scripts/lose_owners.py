@@ -253,10 +253,10 @@ def list_pieces():
 
 
 if not arguments.plain:
-    from rankless.ownership import divided_owner, states_of_survivors
+    from rankless.ownership import sharded_state_owner, states_of_survivors
 
-    watch(divided_owner, "share_state", "share")
-    watch(divided_owner.DividedOwner, "measure_norm", "norm")
+    watch(sharded_state_owner, "share_state", "share")
+    watch(sharded_state_owner.ShardedStateOwner, "measure_norm", "norm")
     watch(states_of_survivors, "send_memory", "send")
 numbers = globals()[arguments.case]()
 print(json.dumps(numbers), flush=True)

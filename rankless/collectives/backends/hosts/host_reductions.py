@@ -34,9 +34,9 @@ from rankless.collectives.backends.hosts.leader_exchange import (
 )
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_signature import Collective, fold_lengths, sign_reduction
+from rankless.collectives.backends.rank_slots import split_rounds
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
-from rankless.collectives.backends.slots import split_rounds
 
 
 @dataclass(frozen=True)

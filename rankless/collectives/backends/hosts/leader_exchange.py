@@ -26,8 +26,8 @@ from torch import Tensor
 from rankless.collectives.backends.group_failure import make_mismatch_error
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.operation_signature import describe_signature
+from rankless.collectives.backends.rank_slots import split_shares
 from rankless.collectives.backends.reductions import Reduction
-from rankless.collectives.backends.slots import split_shares
 
 PIECE_BYTES = 1 << 19
 

@@ -9,15 +9,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from rankless.collectives.backends.group_failure import Membership
-from rankless.collectives.backends.hosts.hosts_group import HostsGroup
-from rankless.collectives.backends.hosts.opening import open_hosts_group
-from rankless.collectives.backends.prepared_calls import (
+from rankless.collectives.backends.argument_conversion import (
     flatten_bytes,
     require_dense,
     require_other_rank,
     write_back,
 )
+from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.hosts.hosts_group import HostsGroup, open_hosts_group
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup, make_gloo_group, read_membership
 from rankless.collectives.backends.shared_group import SharedGroup
 

@@ -33,7 +33,7 @@ from rankless.extensions.horovod.engine.coordinator_table import (
 from rankless.extensions.horovod.engine.messages import RequestMetadata
 from rankless.extensions.horovod.engine.requests import UNNAMED_PREFIX
 from rankless.extensions.horovod.engine.timeline import Timeline
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 
 def find_mismatch(key: str, requests: Mapping[int, RequestMetadata], joined: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rankless.extensions.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
-from rankless.records.quantities import format_ranks
+from rankless.records.number_formatting import format_ranks
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from rankless.extensions.horovod.engine.backends import (
 from rankless.extensions.horovod.engine.messages import Execute, OperationResponse, RequestMetadata
 from rankless.extensions.horovod.engine.requests import EngineRequest, OperationKind, ReduceOpCode
 from rankless.extensions.horovod.exceptions import HorovodInternalError
-from rankless.runtime.rendezvous.job_rendezvous import print_notice
+from rankless.runtime.rendezvous.find_rendezvous import print_notice
 
 EXECUTION_ERRORS = (AssertionError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError)
 CAUSE_SECONDS = 0.5

@@ -29,9 +29,9 @@ from rankless.extensions.horovod.engine.messages import (
     encode,
 )
 from rankless.extensions.horovod.exceptions import HorovodInternalError
-from rankless.records.new_clients import NewClients
+from rankless.records.number_formatting import format_ranks
 from rankless.records.private_files import is_own_user
-from rankless.records.quantities import format_ranks
+from rankless.records.unauthenticated_clients import NewClients
 
 LOG_INTERVAL_SECONDS = 5.0
 ACCEPTS_PER_POLL = 64

@@ -14,10 +14,9 @@ from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
+from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.ports import open_store_socket
-from rankless.launch.profile import LauncherProfile
-from rankless.launch.recovery.driver_actions import ElasticWorker
-from rankless.launch.recovery.membership import RoundState
+from rankless.launch.recovery.membership import ElasticWorker, RoundState
 from rankless.launch.store_server import StoreServer
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write

@@ -23,9 +23,8 @@ from rankless.config.hosts import LOOPBACK
 from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
-from rankless.launch.profile import LauncherProfile, make_run_folder, make_run_id
-from rankless.launch.recovery.driver_actions import Action, KillAction, StartAction
-from rankless.launch.recovery.membership import JobFailure, JobMembership
+from rankless.launch.launcher_profile import LauncherProfile, make_run_folder, make_run_id
+from rankless.launch.recovery.membership import Action, JobFailure, JobMembership, KillAction, StartAction
 from rankless.launch.signals import Interrupts, name_signal
 from rankless.launch.supervisor.failure_attribution import attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.failure_report import format_failure
@@ -37,8 +36,8 @@ from rankless.launch.supervisor.supervisor import (
 )
 from rankless.launch.supervisor.verdict import Verdict
 from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
+from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting
-from rankless.launch.watchdog.step_rate import STARTUP_STALL_SECONDS
 from rankless.launch.worker_output import Source, Write
 from rankless.records.elastic_messages import RankAssignment, RoundStarted, WorkerMessage, WorkerReady
 from rankless.records.events import (
@@ -51,7 +50,7 @@ from rankless.records.events import (
     RankStatus,
     ScriptFinished,
 )
-from rankless.records.quantities import format_count, format_ranks, format_seconds
+from rankless.records.number_formatting import format_count, format_ranks, format_seconds
 
 
 @dataclass(frozen=True)

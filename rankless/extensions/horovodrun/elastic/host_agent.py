@@ -28,7 +28,7 @@ from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     SignalWorkers,
     StartWorker,
 )
-from rankless.launch.profile import load_profile
+from rankless.launch.launcher_profile import load_profile
 from rankless.launch.rendezvous.host_facts import installed_versions
 from rankless.launch.rendezvous.messages import (
     Heartbeat,

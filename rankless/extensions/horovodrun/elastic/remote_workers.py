@@ -24,7 +24,7 @@ from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     SignalWorkers,
     StartWorker,
 )
-from rankless.launch.recovery.driver_actions import ElasticWorker
+from rankless.launch.recovery.membership import ElasticWorker
 from rankless.launch.rendezvous.host_facts import find_version_differences, installed_versions
 from rankless.launch.rendezvous.messages import (
     Heartbeat,

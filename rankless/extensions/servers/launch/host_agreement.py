@@ -18,10 +18,10 @@ from rankless.errors import JoinError, RanklessError
 from rankless.extensions.servers.config import SERVER_ROLE, RequestedServers
 from rankless.extensions.servers.launch.addresses import reserve_address
 from rankless.extensions.servers.launch.server_hosts import divide_servers, place_copies
-from rankless.launch.rendezvous.answers import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
+from rankless.launch.process_roles import JoinedHosts
+from rankless.launch.rendezvous.control_server import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
 from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
 from rankless.launch.rendezvous.messages import RoleMessage
-from rankless.launch.roles import JoinedHosts
 
 _SALT_BYTES = 32
 

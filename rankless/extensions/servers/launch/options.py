@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 from rankless.config.backends import ABORTABLE
 from rankless.config.environment import user_backend
+from rankless.config.extension_run_options import GivenOptions, NamedWorkers, RunOptions, Settings
 from rankless.config.hosts import Endpoint, Host, is_here, parse_endpoint, read_endpoints
 from rankless.config.run_config import Cluster, RunRequest
-from rankless.config.run_options import GivenOptions, NamedWorkers, RunOptions, Settings
 from rankless.config.shared_memory_support import is_supported
 from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
@@ -29,7 +29,7 @@ from rankless.extensions.servers.launch.server_hosts import (
     require_server_hosts,
 )
 from rankless.installation import format_install_command
-from rankless.records.quantities import format_count
+from rankless.records.number_formatting import format_count
 
 SERVER_PACKAGES = ("numba", "zmq")
 """What the extra `ps` installs."""

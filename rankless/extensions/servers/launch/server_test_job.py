@@ -21,7 +21,7 @@ from rankless.extensions.servers.service.server_connection import ConnectionSett
 from rankless.extensions.servers.tables.optimizers import SgdSettings
 from rankless.extensions.servers.tables.settings import Constant, TableSettings
 from rankless.launch.signals import Interrupts
-from rankless.records.quantities import format_seconds
+from rankless.records.number_formatting import format_seconds
 
 RESTART_SECONDS = 120.0
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.capture.results import map_result
+from rankless.compiler.capture.result_structure import map_result
 from rankless.context.world import World
 from rankless.errors import ConfigError, TableError
 from rankless.extensions.servers.training.independent_workers import IndependentWorkers

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.context.joint_events import JobParticipant
+from rankless.context.events_of_all_ranks import JobParticipant
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import TableError
@@ -20,7 +20,7 @@ from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.program_cache import CacheLookup
-from rankless.ownership.extension_modules import list_extension_modules
+from rankless.ownership.extension_nn_modules import list_extension_modules
 
 
 class EarlyRows:

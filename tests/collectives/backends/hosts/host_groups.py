@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankless.collectives.backends.hosts import opening
+from rankless.collectives.backends.hosts import hosts_group as opening
 from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.parallel.mesh import Mesh
 

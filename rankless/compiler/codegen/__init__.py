@@ -1,1 +1,0 @@
-"""Code generation: convert a scheduled program into straight-line Python."""

@@ -1,0 +1,444 @@
+"""The owner that divides states between the workers along an axis: each holds, and steps on, its shards.
+
+Note [ZeRO]: this is ZeRO (Rajbhandari et al., SC 2020). What is divided is in the job's plan: the state of optimizers
+(stage 1), also gradients (2), or also parameters (3). Let p[r] be the shard of a parameter that worker r has, s[r] the
+optimizer's state for it, and g_k the gradient of the rows of worker k. A step is
+
+    g[r] = sum over k of g_k[r]                 a reduce-scatter, or in stage 1 a part of an all-reduce
+    p[r], s[r] = optimizer(p[r], g[r], s[r])
+    p = p[0], p[1], …                           an all-gather: after the step, or in stage 3 before each use
+
+The optimizer computes each element from the elements at the same place, so the workers together make the step of one
+device. `compiler.scheduling` puts the collectives into programs; this file has what lies between them.
+
+Note [owners within owners]: an owner divides states along one axis. It gives its shards, and what it does not divide,
+to the owner within it, as that worker's states. That one may divide them along another axis, or take them as they are.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
+from rankless.errors import ConfigError
+from rankless.ownership.host_offload import copy_to_device, copy_to_host
+from rankless.ownership.parameter_with_shards import DividedParameter, gather_after_step, make_divided_parameter
+from rankless.ownership.partitioned_tensor import (
+    Partition,
+    RunTogether,
+    WholeValues,
+    get_local,
+    list_partitions,
+    make_partitioned_tensor,
+    run_directly,
+)
+from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_shards
+from rankless.ownership.shards_in_shared_memory import SharedMemoryShards, SharedValue
+from rankless.ownership.state_owner import Replica, StateOwner, get_elements
+from rankless.ownership.states_of_survivors import DividedStates
+from rankless.ownership.step_on_shards import find_state_layout, list_parameters, on_shards, share_state
+from rankless.ownership.unread_tensor import UnreadTensor
+from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
+from rankless.parallel.tensor_placement import BlockedShard, Shard
+from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
+
+
+class ShardedStateOwner(StateOwner):
+    """Holds shards of the states that plans divide along an axis; see Note [owners within owners].
+
+    Args:
+        axis: The workers that divide states.
+        require_all: Called with what is about to be gathered for the script. Raises if not all workers take part.
+        shares_values: Whether workers of one host may hold divided values in one memory.
+        within: Holds the shards, and what this owner does not divide. Default: every worker holds all of it.
+        run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
+    """
+
+    def __init__(
+        self,
+        axis: MeshAxis,
+        require_all: Callable[[str], None],
+        *,
+        shares_values: bool = True,
+        within: StateOwner | None = None,
+        run: RunTogether = run_directly,
+    ) -> None:
+        self._axis = axis
+        self._within = StateOwner() if within is None else within
+        self._run = run
+        self._values = WholeValues(axis, require_all, run)
+        self._shared = SharedMemoryShards(axis)
+        self._shares_values = shares_values
+        self._own_version = 0
+        self._divided: dict[int, DividedParameter] = {}
+        self._optimizers: list[Optimizer] = []
+        """Those that step divided parameters."""
+        self._holders: dict[int, DividedParameter] = {}
+        """The parameter of each holder with a shard of a gradient, by the id of the holder."""
+        self._holders_version = 0
+
+    @property
+    def version(self) -> int:
+        """Changes whenever more parameters are divided."""
+        return self._own_version + self._within.version
+
+    def divide(
+        self,
+        plan: JobPlan,
+        tensors: Mapping[str, Tensor],
+        *,
+        line: str,
+        complete: Callable[[str, Tensor], None] | None = None,
+        copies: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """Divide the parameters of a job as its plan says, and free the whole ones. Collective.
+
+        All workers have the same whole ones.
+
+        Args:
+            plan: The job's plan.
+            tensors: The job's parameters and buffers by name.
+            line: The job's line, for errors.
+            complete: Called with the name of a parameter that is about to be divided, and the parameter, which has a
+                value afterwards. Each is then freed before the next. Default: all have values.
+            copies: The workers with copies of parameters that one worker has, by name; see Note [copies of shards].
+
+        Raises:
+            ConfigError: Another job divides a parameter in another way.
+        """
+        own = {name: select_divisions(state, self._axis) for name, state in plan.states.items()}
+        new: dict[str, tuple[nn.Parameter, ShardLayout]] = {}
+        for name, state in own.items():
+            parameter = tensors[name]
+            if not state.optimizer_state or not isinstance(parameter, nn.Parameter):
+                continue
+            placement = read_placement(state.optimizer_state[0], parameter)
+            known = self._divided.get(id(parameter))
+            if known is None:
+                new[name] = parameter, ShardLayout.of(parameter, placement, (copies or {}).get(name, ()))
+            else:
+                require_same_division(known, placement, state, line)
+        shared = {}
+        if self._shares_values:
+            shared = self._shared.allocate([(name, *item) for name, item in new.items() if own[name].value])
+        for name, (parameter, layout) in new.items():
+            if complete is not None:
+                complete(name, parameter)
+            self._divide_one(name, parameter, layout, own[name], shared.get(name))
+            if complete is not None:
+                self.begin_call()
+        self.begin_call()
+        if isinstance(self._within, ShardedStateOwner):
+            left = JobPlan(states={name: omit_divisions(state, self._axis) for name, state in plan.states.items()})
+            shards = {name: self._get_own_holder(tensors[name]) for name in plan.states}
+            self._within.divide(left, shards, line=line, complete=complete and only_for(complete, tensors, shards))
+
+    def _divide_one(
+        self, name: str, parameter: nn.Parameter, layout: ShardLayout, plan: StatePlan, shared: SharedValue | None
+    ) -> None:
+        """Divide a parameter that is not divided yet."""
+        actual = ShardLayout.of(parameter, layout.placement, layout.copies)
+        if actual != layout:  # a deferred parameter lies otherwise in memory than its recording says
+            layout, shared = actual, None
+        divided = make_divided_parameter(parameter, layout, self._values, name=name, state=plan, shared=shared)
+        self._divided[id(parameter)] = divided
+        self._own_version += 1
+
+    def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Note optimizers whose states are divided with the parameters that they step."""
+        self._optimizers += [each for each in optimizers if not any(each is known for known in self._optimizers)]
+
+    def collect_states(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
+        """Return a function that makes all states whole on this worker, after another one was lost. Collective.
+
+        Args:
+            mesh: The workers that are left; see Note [states of lost workers].
+            with_gradients: Whether a step follows with the gradients that workers have.
+
+        Raises:
+            LostWorkerError: All workers were lost that had a state.
+        """
+        divided = DividedStates(
+            self._axis.rank,
+            list(self._divided.values()),
+            self._optimizers,
+            are_shards_newer=self._values.are_shards_newer,
+        )
+        make_whole = divided.collect(mesh, with_gradients=with_gradients)
+
+        def finish() -> None:
+            make_whole()
+            self._divided.clear()
+            self._values.end()
+            self._own_version += 1
+
+        return finish
+
+    def _get_own_value(self, tensor: Tensor) -> Tensor:
+        """Return what the owner within has of a value."""
+        known = self._divided.get(id(tensor))
+        return known.shard if known is not None and known.divides_value else tensor
+
+    def _get_own_holder(self, tensor: Tensor) -> Tensor:
+        """Return the tensor whose gradient the owner within has."""
+        known = self._divided.get(id(tensor))
+        return tensor if known is None else known.holder
+
+    def begin_call(self) -> None:
+        """Take the changes of the script to whole values. Collective if it has read any."""
+        if self._values.is_open:
+            self.begin_write()
+            self._values.write_back()
+        self._within.begin_call()
+
+    def end_call(self) -> None:
+        """Update the whole values that the script holds. Collective if there are any."""
+        self._values.refresh()
+        self._within.end_call()
+
+    def get_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return for each parameter the tensor that has this worker's gradient."""
+        return self._within.get_holders(list(map(self._get_own_holder, parameters)))
+
+    def take_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Give the holder of each parameter its gradient, on the host if its shard is there."""
+        known = [self._divided.get(id(item)) for item in parameters]
+        moved = [
+            place
+            for place, item in enumerate(known)
+            if item is not None and item.divides_gradient and item.is_offloaded
+        ]
+        placed = list(gradients)
+        if moved:
+            for place, gradient in zip(moved, copy_to_host([gradients[place] for place in moved]), strict=True):
+                placed[place] = gradient
+        self._within.take_gradients(list(map(self._get_own_holder, parameters)), placed)
+
+    def get_value(self, tensor: Tensor) -> Tensor:
+        """Return what this worker has of a parameter or buffer."""
+        return self._within.get_value(self._get_own_value(tensor))
+
+    def get_inputs(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return what a program takes of parameters and buffers: the whole value in shared memory, or the shard."""
+        found = [self._divided.get(id(item)) for item in tensors]
+        if any(known is not None and known.shared is not None for known in found):
+            self._shared.begin_read()
+        return self._within.get_inputs(
+            [
+                self._get_own_value(item) if known is None or known.shared is None else known.shared.whole
+                for item, known in zip(tensors, found, strict=True)
+            ]
+        )
+
+    def find_shared_memory(self, tensor: Tensor) -> int | None:
+        """Return the number of the memory in which workers share the value; None if they do not."""
+        known = self._divided.get(id(tensor))
+        if known is not None and known.shared is not None:
+            return known.shared.memory
+        return self._within.find_shared_memory(self._get_own_value(tensor))
+
+    def begin_write(self) -> None:
+        """Wait until no worker reads values that workers share."""
+        self._shared.begin_write()
+        self._within.begin_write()
+
+    def set_value(self, tensor: Tensor, whole: Tensor) -> None:
+        """Take a new whole value of a parameter or buffer."""
+        known = self._divided.get(id(tensor))
+        if known is None or not known.divides_value:
+            self._within.set_value(tensor, whole)
+            return
+        if known.shared is not None:
+            self._shared.begin_write()
+        self._values.are_shards_newer = True
+        self._within.set_value(known.shard, known.layout.get_shard(whole, self._axis.rank))
+
+    def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
+        """Return how the value of a parameter or buffer is divided, by axis; nothing for a whole one."""
+        known = self._divided.get(id(tensor))
+        own = {self._axis.name: known.layout.placement} if known is not None and known.divides_value else {}
+        return own | self._within.find_value_placements(self._get_own_value(tensor))
+
+    def find_copies(self, tensor: Tensor) -> tuple[int, ...]:
+        """Return the workers that have a copy of what one worker has of a parameter."""
+        known = self._divided.get(id(tensor))
+        return () if known is None else known.layout.copies
+
+    def find_replica(self, tensor: Tensor) -> Replica:
+        """Return this worker's shard of a divided tensor, or a whole one."""
+        return Replica(get_local(tensor), tuple(partition.group for partition in list_partitions(tensor)))
+
+    def find_gradient_placements(self, parameter: Tensor) -> dict[str, Shard | BlockedShard]:
+        """Return how the gradient of a parameter is divided, by axis; nothing for a whole one."""
+        known = self._divided.get(id(parameter))
+        own = {self._axis.name: known.layout.placement} if known is not None and known.divides_gradient else {}
+        return own | self._within.find_gradient_placements(self._get_own_holder(parameter))
+
+    def gather_gradient(self, parameter: Tensor) -> Tensor | None:
+        """Return the whole gradient of a parameter; None if it has none."""
+        known = self._divided.get(id(parameter))
+        shard = self._within.gather_gradient(self._get_own_holder(parameter))
+        if shard is None or known is None or not known.divides_gradient:
+            return shard
+        return gather_shards([known.layout], [copy_to_device(shard, parameter.device)], among=self._axis)[0]
+
+    def divide_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return a copy of what this worker holds of a whole gradient."""
+        known = self._divided.get(id(parameter))
+        if known is None or not known.divides_gradient:
+            return self._within.divide_gradient(parameter, whole)
+        return known.place(self._within.divide_gradient(known.shard, known.layout.get_shard(whole, self._axis.rank)))
+
+    def take_state(self, parameter: Tensor, key: str, stored: UnreadTensor) -> Tensor:
+        """Return an entry of a parameter's optimizer state: divided like the parameter, with this worker's shard."""
+        known = self._divided.get(id(parameter))
+        layout = None if known is None else find_state_layout(tuple(stored.shape), known)
+        if known is None or layout is None:
+            return self._within.take_state(parameter, key, stored)
+        own = stored.partition.select(layout.placement.dim, layout.list_ranges(self._axis.rank))
+        shard = self._within.take_state(known.shard, key, UnreadTensor(own))
+        if isinstance(shard, UnreadTensor):
+            shape, strides = layout.shard_shape(self._axis.rank), layout.shard_strides(self._axis.rank)
+            shard = torch.empty_strided(shape, strides, dtype=stored.dtype, device=known.shard.device).copy_(own.read())
+        name = f"{key} of {known.name}"
+        return make_partitioned_tensor(Partition(layout, shard, name, self._values, device=known.parameter.device))
+
+    def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
+        """Return the axes whose workers have shards of the gradient of which a holder has one."""
+        own = (self._axis,) if id(holder) in self._get_holders() else ()
+        return (*own, *self._within.find_axes(holder))
+
+    def _get_holders(self) -> dict[int, DividedParameter]:
+        """Return the parameter of each holder of a shard, by the id of the holder."""
+        if self._holders_version != self.version:
+            known = [item for item in self._divided.values() if item.divides_gradient]
+            holders = self._within.get_holders([item.shard for item in known])
+            self._holders = {id(holder): item for holder, item in zip(holders, known, strict=True)}
+            self._holders_version = self.version
+        return self._holders
+
+    def measure_norm(self, holders: Sequence[Tensor]) -> Tensor:
+        """Return the norm of the whole gradient, equal on all workers. Collective if gradients are divided.
+
+        As in `torch.nn.utils.get_total_norm` it is the norm of the norms of all tensors, each in its own dtype.
+        """
+        found = [(self._get_counted(item), self.find_axes(item)) for item in holders if item.grad is not None]
+        whole = [gradient for gradient, axes in found if not axes]
+        shards = [(gradient, axes) for gradient, axes in found if axes]
+        norms = list(torch._foreach_norm(whole, 2.0)) if whole else []
+        if shards:
+            is_double = any(item.dtype in (torch.float64, torch.complex128) for item, _ in shards)
+            accumulated = torch.float64 if is_double else torch.float32
+            real = [torch.view_as_real(item) if item.is_complex() else item for item, _ in shards]
+            squares = torch.stack([torch.linalg.vector_norm(item, 2.0, dtype=accumulated) ** 2 for item in real])
+            summed = copy_to_device(squares, self._find_device(holders))
+            for axis in dict.fromkeys(axis for _, axes in shards for axis in axes):
+                places = [place for place, (_, axes) in enumerate(shards) if axis in axes]
+                summed[places] = all_reduce(summed[places], among=axis)
+            norms += [norm.to(item.abs().dtype) for norm, (item, _) in zip(summed.sqrt(), shards, strict=True)]
+        if not norms:
+            return torch.tensor(0.0, device="cpu")
+        total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), 2.0)
+        return total
+
+    def _get_counted(self, holder: Tensor) -> Tensor:
+        """Return what counts of a gradient: nothing of a copy."""
+        assert holder.grad is not None
+        known = self._get_holders().get(id(holder))
+        is_copy = known is not None and self._axis.rank in known.layout.copies
+        return torch.zeros_like(holder.grad) if is_copy else holder.grad
+
+    def find_not_finite(self, holders: Sequence[Tensor]) -> int | None:
+        """Return the number of the first holder whose gradient is not finite on some worker."""
+        bad = [
+            torch.zeros((), dtype=torch.uint8, device="cpu")
+            if item.grad is None
+            else (~get_elements(item.grad).isfinite().all()).to(torch.uint8)
+            for item in holders
+        ]
+        if not bad:
+            return None
+        flags = torch.stack([item.to(bad[-1].device) for item in bad])
+        for axis in dict.fromkeys(axis for item in holders for axis in self.find_axes(item)):
+            flags = all_reduce_maximum(copy_to_device(flags, self._find_device(holders)), among=axis)
+        return next((number for number, is_bad in enumerate(flags.tolist()) if is_bad), None)
+
+    def _find_device(self, holders: Sequence[Tensor]) -> torch.device:
+        """Return a device on which workers can sum what belongs to holders. Their shards may lie on the host."""
+        known = self._get_holders()
+        return next((known[id(item)].parameter.device for item in holders if id(item) in known), holders[0].device)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let an optimizer step on this worker's shards; then all workers get the parameters that they hold whole."""
+        known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
+        if any(item.shared is not None for item in known):
+            self._shared.begin_write()
+        with on_shards(optimizer, self._divided, self._values):
+            self._within.step(optimizer)
+        if known:
+            self._values.are_shards_newer = True
+        if any(item.is_owned for item in known):
+            self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
+        gather_after_step([item for item in known if not item.divides_value], self._axis)
+
+
+def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state with its division along one axis only."""
+    return keep_divisions(state, lambda division: division.axis == axis.name)
+
+
+def omit_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
+    """Return the plan of a state without its division along one axis."""
+    return keep_divisions(state, lambda division: division.axis != axis.name)
+
+
+def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -> StatePlan:
+    """Return the plan of a state with some of its divisions. One without any lies on the device."""
+    kept = tuple(filter(is_kept, state.optimizer_state))
+    return msgspec.structs.replace(
+        state,
+        value=tuple(filter(is_kept, state.value)),
+        gradient=tuple(filter(is_kept, state.gradient)),
+        optimizer_state=kept,
+        offloaded=state.offloaded and kept[-1:] == state.optimizer_state[-1:],
+    )
+
+
+def only_for(
+    complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]
+) -> Callable[[str, Tensor], None]:
+    """Return a function that completes a tensor unless it is a shard, which has a value."""
+
+    def complete_whole(name: str, tensor: Tensor) -> None:
+        if tensors[name] is shards[name]:
+            complete(name, tensor)
+
+    return complete_whole
+
+
+def read_placement(division: StateDivision, tensor: Tensor) -> Shard | BlockedShard:
+    """Return the placement that a plan describes, for what other axes have left of a tensor."""
+    if division.blocks > 1:
+        return BlockedShard(division.dim, division.lengths)
+    return fit_placement(Shard(division.dim, division.lengths), tensor.shape[division.dim])
+
+
+def require_same_division(
+    known: DividedParameter, placement: Shard | BlockedShard, state: StatePlan, line: str
+) -> None:
+    """Raise `ConfigError` for a parameter that another job divides in another way."""
+    if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
+        placement,
+        bool(state.value),
+        bool(state.gradient),
+        state.offloaded,
+    ):
+        raise ConfigError(
+            expected=f"one division of {known.name} between workers",
+            found="another one in an earlier job, with another zero=, offload= or plan",
+            fix="pass the same zero= and offload= to all jobs whose optimizers step it",
+            where=line,
+        )
