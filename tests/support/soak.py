@@ -46,6 +46,9 @@ LONG = (
     "tests/jobs/test_accumulated_losses.py",
     "tests/jobs/test_mesh_matrix.py",
     "tests/jobs/test_pipeline_matrix.py",
+    "tests/logical/test_plain_scripts.py",
+    "tests/logical/test_sharded_optimizers.py",
+    "tests/logical/test_verified_scripts.py",
 )
 """Files with hundreds of tests, models or meshes. They run in parts."""
 PART_TESTS = 16
