@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -38,6 +39,7 @@ from rankless.compiler.ir.logical_program import (
     is_random_node,
 )
 from rankless.compiler.ir.memory_order import make_empty
+from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.compiler.tracing.replaced_functions import (
     average_with_tensors,
     draw_bernoulli,
@@ -53,6 +55,9 @@ class TraceState(threading.local):
 
 
 TRACE_STATE = TraceState()
+
+UNUSED_STATES = PhiloxStateTracker, "reset", staticmethod(lambda: None)
+"""PyTorch makes tensors of generator states at each trace, which takes a fifth of its time, and never uses them."""
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -261,6 +266,7 @@ def trace_call(
         ignored = torch._C._autograd._saved_tensors_hooks_set_tracing(True)  # those of the script, as of a checkpoint
         stack.callback(torch._C._autograd._saved_tensors_hooks_set_tracing, ignored)
         stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(replace_attributes(UNUSED_STATES))
         stack.enter_context(silence_trace_loggers())
         stack.enter_context(trace_half_precision_layouts())
         with fake:
