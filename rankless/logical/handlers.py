@@ -287,6 +287,15 @@ def set_elements(tensor: Tensor, key: Any, value: Any) -> None:
     call(Tensor.__setitem__, (tensor, make_index(key, tensor), value), {})
 
 
+@handles(Tensor.new)
+def make_new(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a new tensor, as old code does: of a size, or else of data. A trace takes a size for data."""
+    size = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+    if size and all(isinstance(number, int) for number in size):
+        return call(Tensor.new_empty, (tensor, tuple(size)), kwargs)
+    return call(Tensor.new, (tensor, *args), kwargs)
+
+
 @handles(torch._is_all_true)
 def is_all_true(tensor: Tensor) -> Any:
     """Return whether all elements are true, as the checks of `torch.distributions` ask."""

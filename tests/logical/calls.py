@@ -161,6 +161,10 @@ RANDOM: dict[str, Call] = {
     "noise like": seeded(lambda t: t + torch.randn_like(t)),
     "noise of a size": seeded(lambda t: t + torch.randn(t.size(0), 5)),
     "integers like": seeded(lambda t: torch.randint_like(t.detach(), 0, 9)),
+    "noise of old code": seeded(
+        lambda t: (t.new(t.size()).normal_(), t.new(len(t), 2).uniform_(), t.new([1.0, 2.0]), t.new(t))
+    ),
+    "laplace": seeded(lambda t: torch.distributions.Laplace(t, 1.0).rsample()),
     "normal": seeded(lambda t: torch.normal(t.detach(), 1.0)),
     "categorical": seeded(lambda t: torch.distributions.Categorical(logits=t).log_prob(LABELS).mean()),
     "sample": seeded(lambda t: torch.distributions.Categorical(logits=t.detach()).sample()),
