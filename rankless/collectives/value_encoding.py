@@ -79,11 +79,19 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
+def view_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements as flat bytes: a view, if it lies in memory without gaps.
+
+    A column of one row has any stride, at which PyTorch gives no view; so the elements get a dim of their own.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.unsqueeze(-1).view(torch.uint8).reshape(-1)
+
+
 def _pack_tensor(tensor: Tensor) -> list[Any]:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise TypeError(f"a tensor on {tensor.device} with layout {tensor.layout}")
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    data = view_bytes(tensor.cpu()).numpy().tobytes()
     return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), data, tensor.requires_grad]
 
 

@@ -8,9 +8,10 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy
-import torch
 from torch import Tensor
 from torch.utils._pytree import SUPPORTED_NODES
+
+from rankless.collectives.value_encoding import view_bytes
 
 _COMPARED_BYTES = 1 << 16
 
@@ -144,11 +145,6 @@ def _compute_checksum(tensor: Tensor) -> int:
     if tensor.device.type != "cpu" or tensor.numel() == 0:
         return 0
     return _compute_bytes_checksum(view_bytes(tensor).numpy())
-
-
-def view_bytes(tensor: Tensor) -> Tensor:
-    """Return a tensor's elements as flat bytes."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _compute_bytes_checksum(array: Any) -> int:

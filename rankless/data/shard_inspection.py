@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 from rankless.collectives import DistributedSampler
-from rankless.data.batch_tree import PerSampleValues, count_rows, iterate_leaves, mark_per_sample_lists, view_bytes
+from rankless.collectives.value_encoding import view_bytes
+from rankless.data.batch_tree import PerSampleValues, count_rows, iterate_leaves, mark_per_sample_lists
 from rankless.data.loader import Loader
 from rankless.data.random_generators import find_generators, preserve_generators
 from rankless.data.sample_order import SampleOrder

@@ -17,6 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from rankless.collectives.value_encoding import view_bytes
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
 from rankless.context.optimizer_fingerprint import OptimizerComparison
 from rankless.context.world import World
@@ -62,7 +63,7 @@ def fingerprint_tensor(tensor: Tensor) -> int:
     plain = tensor.detach()
     while not plain.is_contiguous() and plain.dim() > 1:
         plain = plain[plain.shape[0] // 2]
-    data = plain.contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = view_bytes(plain).numpy()
     if data.nbytes <= PIECES * PIECE_BYTES:
         return zlib.crc32(data.data)
     stride = data.nbytes // PIECES

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
+from rankless.collectives.value_encoding import view_bytes
 from rankless.compiler.capture.side_effects import require_initialized
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.ir.sparse_tensor_parts import list_dense_parts
@@ -103,7 +104,7 @@ def find_differing_tensors(
         names.append(f"{name} {tensor.dtype} {list(tensor.shape)}{sizes}")
         own = hashlib.blake2b(digest_size=8)
         for part in parts:
-            own.update(part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            own.update(view_bytes(part.cpu()).numpy().data)
         own_digests.append(own.digest())
         first_ranks[names[-1]] = replica.find_first_ranks(world.mesh)
     whole = hashlib.blake2b(encode_msgpack([names, own_digests]), digest_size=16).digest()

@@ -21,6 +21,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from rankless.collectives.value_encoding import view_bytes
 from rankless.errors import RanklessError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
@@ -195,8 +196,7 @@ def digest_generators() -> list[int]:
 
 def digest_values(tensor: Tensor) -> int:
     """Return a digest of the values of a tensor on the CPU; above 16 KiB of its beginning, middle and end."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8).numpy().data
+    flat = view_bytes(tensor).numpy().data
     if len(flat) <= SAMPLED_BYTES:
         return zlib.crc32(flat)
     part, digest = SAMPLED_BYTES // 4, 0

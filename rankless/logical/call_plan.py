@@ -219,7 +219,8 @@ class CallLowering(LoweringPass):
             (placement,) = self.sharded.sharding(node)
             if isinstance(placement, Shard) and isinstance(target, Partial):
                 local = self.redistribute(node, (placement,), described.name, purpose="output")
-                moved: fx.Node = self.call(put_among_zeros, local, node.meta["val"].shape, placement, self.axes[0].rank)
+                shape, start = node.meta["val"].shape, placement.start(self.axes[0].rank)
+                moved: fx.Node = self.call(put_among_zeros, local, shape, placement.dim, start)
             else:
                 moved = self.redistribute(node, (target,), described.name, purpose="output")
             outputs.append((moved, described))

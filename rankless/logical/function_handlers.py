@@ -272,12 +272,50 @@ def join(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Tensor:
 @handles(Tensor.__getitem__)
 def index(tensor: Tensor, key: Any) -> Tensor:
     """Return elements; chosen rows, for example in a random order, are divided again."""
+    key = make_index(key, tensor)
     rows, *others = key if isinstance(key, tuple) and key else (key,)
     chooses = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype == torch.int64
     if chooses and is_divided(tensor, 0) and not is_transformed() and all(isinstance(item, slice) for item in others):
         return divide_again(take_whole(tensor, CHOSEN)[(take_whole(rows, CHOSEN), *others)], 0, tensor.ranks)
     found: Tensor = call(Tensor.__getitem__, (tensor, key), {})
     return found
+
+
+@handles(Tensor.__setitem__)
+def set_elements(tensor: Tensor, key: Any, value: Any) -> None:
+    """Set elements."""
+    call(Tensor.__setitem__, (tensor, make_index(key, tensor), value), {})
+
+
+@handles(Tensor.new)
+def make_new(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return a new tensor, as old code does: of a size, or else of data. A trace takes a size for data."""
+    size = args[0] if len(args) == 1 and isinstance(args[0], torch.Size) else args
+    if size and all(isinstance(number, int) for number in size):
+        return call(Tensor.new_empty, (tensor, tuple(size)), kwargs)
+    return call(Tensor.new, (tensor, *args), kwargs)
+
+
+@handles(torch._is_all_true)
+def is_all_true(tensor: Tensor) -> Any:
+    """Return whether all elements are true, as the checks of `torch.distributions` ask."""
+    return call(Tensor.all, (tensor,), {})
+
+
+def make_index(key: Any, tensor: Tensor) -> Any:
+    """Return what chooses elements with tensors in place of other sequences of positions, as `x[[0, 2]]` has one.
+
+    PyTorch makes tensors of them too, which would be constants of a trace, and their numbers part of its signature.
+    """
+    if isinstance(key, tuple):
+        return tuple(make_index(item, tensor) for item in key)
+    if isinstance(key, range):
+        return torch.arange(key.start, key.stop, key.step, device=tensor.device)
+    is_list = isinstance(key, list) and all(isinstance(item, int) for item in pytree.tree_leaves(key))
+    is_array = hasattr(key, "__array__") and not isinstance(key, Tensor) and key.ndim > 0
+    if is_list or is_array:
+        return torch.tensor(key, dtype=None if len(key) else torch.int64, device=tensor.device)
+    return key
 
 
 def run_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:

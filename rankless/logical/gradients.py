@@ -15,6 +15,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 from torch._functorch import apis, eager_transforms
+from torch.autograd.graph import GradientEdge
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import Parameter
 from torch.overrides import handle_torch_function
@@ -87,6 +88,9 @@ class LogicalBackward:
             (Tensor, "register_post_accumulate_grad_hook", offer_to_modes(self._register_post_hook())),
             (Tensor, "retain_grad", offer_to_modes(self._retain_gradient())),
             (torch, "compile", self._compile),
+            (torch, "tensor", mark_new(torch.tensor, "aten::tensor")),
+            (torch, "asarray", mark_new(torch.asarray)),
+            (torch.autograd.Variable, "__new__", staticmethod(mark_new(torch.autograd.Variable.__new__))),
             (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
             *((module, name, self._run_whole(run)) for module, name, run in TRANSFORMS),
             *((Tensor, name, take_whole_values(name)) for name in ("data", "grad")),
@@ -202,7 +206,7 @@ class LogicalBackward:
     def _make_whole(self, gradient: Tensor | None, tensor: Tensor) -> Tensor | None:
         if gradient is None or isinstance(tensor, DividedTensor):
             return wrap_gradient(gradient, tensor) if isinstance(tensor, DividedTensor) else None
-        return move_with_gradient(gradient, self._view.axis, tuple(tensor.shape), Partial(), Replicate())
+        return move_with_gradient(gradient, self._view.axis, tuple(gradient.shape), Partial(), Replicate())
 
     def _make_module_hooks(self) -> Callable[..., None]:
         """Return `BackwardHook.__init__`: a module's backward hooks see and change whole gradients.
@@ -336,9 +340,31 @@ def offer_to_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def mark_new(make: Callable[..., Any], scripted: str | None = None) -> Callable[..., Any]:
+    """Return a function of PyTorch that makes tensors in C++, where `requires_grad=True` would mark a wrapper alone.
+
+    Args:
+        make: The function.
+        scripted: The operator that scripts take it for.
+    """
+
+    @functools.wraps(make)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        if isinstance(made, DividedTensor):
+            with torch._C.DisableTorchFunctionSubclass():
+                requires_grad, made.requires_grad = made.requires_grad, False
+            made.requires_grad_(requires_grad)
+        return made
+
+    if scripted is not None:
+        torch.jit._builtins._register_builtin(run, scripted)
+    return run
+
+
 def as_list(tensors: Any) -> list[Any]:
-    """Return one tensor or several as a list."""
-    return [tensors] if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence) else list(tensors)
+    """Return one tensor or several, of which PyTorch takes any iterable, as a list."""
+    return [tensors] if tensors is None or isinstance(tensors, Tensor | GradientEdge) else list(tensors)
 
 
 def get_part(tensor: Any) -> Any:

@@ -46,7 +46,7 @@ def move(value: Tensor, axis: MeshAxis, shape: tuple[int, ...], before: Placemen
     if isinstance(before, Replicate) and isinstance(after, Shard):
         return value.narrow(after.dim, after.start(axis.rank), after.lengths[axis.rank])
     if isinstance(before, Shard) and isinstance(after, Partial):
-        return put_among_zeros(value, shape, before, axis.rank)
+        return put_among_zeros(value, shape, before.dim, before.start(axis.rank))
     if needs_whole(before, after):
         return move(move(value, axis, shape, before, Replicate()), axis, shape, Replicate(), after)
     builder: Any = EagerBuilder()
@@ -78,10 +78,17 @@ def move_sparse(value: Tensor, axis: MeshAxis, after: Placement) -> Tensor:
     return torch.sparse_coo_tensor(places, entries, value.shape, check_invariants=False)
 
 
-def put_among_zeros(rows: Tensor, shape: Sequence[int], placement: Shard, rank: int) -> Tensor:
-    """Return the term of a sum over the ranks that a rank's rows are: zeros in the other rows of the logical shape."""
+def put_among_zeros(rows: Tensor, shape: Sequence[int], dim: int, start: int) -> Tensor:
+    """Return the term of a sum over the ranks that a rank's rows are: zeros in the other rows of the logical shape.
+
+    Args:
+        rows: The rows.
+        shape: The logical shape.
+        dim: The dim that is divided.
+        start: The number of the first of these rows. Programs for several sizes compute it.
+    """
     whole = rows.new_zeros(tuple(shape))
-    whole.narrow(placement.dim, placement.start(rank), placement.lengths[rank]).copy_(rows)
+    whole.narrow(dim, start, rows.shape[dim]).copy_(rows)
     return whole
 
 

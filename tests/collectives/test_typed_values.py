@@ -63,6 +63,7 @@ VALUES: list[Any] = [
 
 ARRAYS: list[Any] = [
     torch.arange(6.0).reshape(2, 3).T, torch.tensor(7), torch.empty(0, 3), torch.ones(2, dtype=torch.bfloat16),
+    torch.arange(5).reshape(1, 5)[:, 2],
     torch.tensor([1 + 2j]).conj(), torch.tensor([True]), numpy.arange(6, dtype=">i4").reshape(2, 3)[:, ::2],
     numpy.zeros((0, 2)), numpy.array(["a", "bcd"]), numpy.array(5),
 ]  # fmt: skip

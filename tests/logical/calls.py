@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -81,6 +82,10 @@ INDEXING: dict[str, Call] = {
     "masked select": lambda t: t.masked_select(t.detach() > 0),
     "masked fill": lambda t: t.masked_fill(t.detach() > 0, -1.0),
     "mean of selected rows": lambda t: t[t.detach()[:, 0] > 0].mean(0),
+    "columns by lists, ranges and arrays": lambda t: (
+        *(t[:, [4, 0]], t[:, range(3, 0, -1)], t[:, numpy.array([[1], [2]])], t[:, numpy.int64(2)], t[:, [-1]]),
+        *(t[[6, 0, 0, 5, 1, 2, 3]], t[[True, False] * 3 + [True]], t[range(7), LABELS], t[[], 1:]),
+    ),
     "one of each row": lambda t: t[torch.arange(7), LABELS],
     "where": lambda t: torch.where(t.detach() > 0, t, t * 0.1),
     "nonzero": lambda t: (t.detach() > 3).nonzero(),
@@ -156,6 +161,10 @@ RANDOM: dict[str, Call] = {
     "noise like": seeded(lambda t: t + torch.randn_like(t)),
     "noise of a size": seeded(lambda t: t + torch.randn(t.size(0), 5)),
     "integers like": seeded(lambda t: torch.randint_like(t.detach(), 0, 9)),
+    "noise of old code": seeded(
+        lambda t: (t.new(t.size()).normal_(), t.new(len(t), 2).uniform_(), t.new([1.0, 2.0]), t.new(t))
+    ),
+    "laplace": seeded(lambda t: torch.distributions.Laplace(t, 1.0).rsample()),
     "normal": seeded(lambda t: torch.normal(t.detach(), 1.0)),
     "categorical": seeded(lambda t: torch.distributions.Categorical(logits=t).log_prob(LABELS).mean()),
     "sample": seeded(lambda t: torch.distributions.Categorical(logits=t.detach()).sample()),

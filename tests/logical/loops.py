@@ -493,6 +493,32 @@ def transform(batch: Tensor) -> Any:
     return [torch.func.grad(compute)(parameters) for _ in range(2)]
 
 
+def ask_for_gradients_of_iterables(batch: Tensor) -> Any:
+    model = make_linear()
+    loss = F.cross_entropy(model(batch.detach()), LABELS)
+    found = torch.autograd.grad(loss, model.parameters(), create_graph=True)
+    again = torch.autograd.grad(sum(item.sum() for item in found), dict(model.named_parameters()).values())
+    edge = torch.autograd.graph.get_gradient_edge(model.bias)
+    torch.autograd.backward(iter([model(batch.detach()).sum()]), inputs=model.parameters())
+    return found, again, torch.autograd.grad(model(batch.detach()).sum(), edge), list_gradients(model)
+
+
+def make_leaves_in_constructors(batch: Tensor) -> Any:
+    def differentiate(leaf: Tensor) -> Any:
+        (gradient,) = torch.autograd.grad(leaf.pow(3).sum(), leaf, create_graph=True)
+        gradient.norm().backward()
+        return leaf.requires_grad, leaf.is_leaf, leaf.grad
+
+    plain = batch.detach()
+    leaves = [make(plain, requires_grad=True) for make in (torch.tensor, torch.asarray, torch.autograd.Variable)]
+    others = [torch.tensor(plain), torch.autograd.Variable(plain) * 2, torch.jit.script(scale)(plain)]
+    return [*map(differentiate, leaves)], others, [other.requires_grad for other in others]
+
+
+def scale(batch: Tensor) -> Tensor:
+    return batch * torch.tensor([2.0])
+
+
 LOOPS: dict[str, Loop] = {
     "sgd": train(lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)),
     "adam": train(lambda parameters: torch.optim.Adam(parameters, lr=0.1)),
@@ -531,6 +557,8 @@ LOOPS: dict[str, Loop] = {
     "scripted": train_scripted,
     "steps in hooks": step_in_hooks,
     "retained gradient of a weight": retain_gradient_of_weight,
+    "gradients of iterables": ask_for_gradients_of_iterables,
+    "leaves of constructors": make_leaves_in_constructors,
     "gradients of gradients": differentiate_gradients,
     "failing": fail_in_backward,
     "tied weights": tie_weights,

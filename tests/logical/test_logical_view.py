@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from data.logical_operations import CHANGING, COMPUTING, READING
@@ -125,6 +126,25 @@ def test_calls_and_loops_compute_what_one_device_computes(group: str, source: So
 def test_models_compute_what_one_device_computes(source: Source, workers: int) -> None:
     for differing in on_mesh(workers, compare_models, source):
         assert not differing, "\n".join(differing)
+
+
+def list_notices(mesh: Mesh) -> list[str]:
+    """Return the notices of calls that keep rows apart, but could be taken for others."""
+    notices: list[str] = []
+    view = LogicalView(mesh, notices.append)
+    with LogicalBackward(view).install():
+        batch = divide(make_batch(), view)
+        assert batch[:, [0, -1]].shape == batch[:, range(2)].shape == batch[:, numpy.array([1, 3])].shape
+        batch[:, 0] = 1.0
+        batch[:, [1, 2]] = 2
+        batch[batch > 9] = float("-inf")
+        batch[..., 1:3] += 0.5
+        torch.distributions.Exponential(batch.exp() + 1.0).log_prob(batch.abs())
+    return notices
+
+
+def test_chosen_columns_and_set_elements_stay_divided() -> None:
+    assert on_mesh(2, list_notices) == [[], []]
 
 
 def count_gathers(mesh: Mesh) -> list[int]:

@@ -23,8 +23,24 @@ Varied = Callable[[Tensor, int], Any]
 
 WEIGHT = torch.linspace(-1, 1, 15, dtype=torch.float64).reshape(3, 5).requires_grad_()
 
+
+def scale_rows(x: Tensor, _: int) -> tuple[Tensor, Tensor]:
+    """Return rows times numbers that are whole on each rank, and a gradient of these."""
+    numbers = torch.arange(1.0, 1 + len(x), dtype=x.dtype).unsqueeze(1).requires_grad_()
+    (gradient,) = torch.autograd.grad((x * numbers).square().sum(), numbers, retain_graph=True)
+    return x * numbers, gradient
+
+
+def set_column(x: Tensor, number: float) -> Tensor:
+    """Return rows with a number in a column."""
+    found = x.clone()
+    found[:, 1] = number
+    return found
+
+
 BY_SIZE: dict[str, Varied] = {
     "linear": lambda x, _: F.linear(x, WEIGHT),
+    "scaled rows": scale_rows,
     "norms": lambda x, _: (F.layer_norm(x, (5,)), x.softmax(1), F.normalize(x)),
     "view": lambda x, _: x.view(x.size(0), -1, 1),
     "flattened": lambda x, _: x.reshape(x.size(0) * 5),
@@ -58,6 +74,8 @@ BY_NUMBER: dict[str, Varied] = {
     "annealed": lambda x, step: F.gumbel_softmax(x, tau=1 + 0.1 * step),
     "smoothed": lambda x, step: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long), label_smoothing=0.05 * step),
     "dropout from zero": lambda x, step: F.dropout(x, 0.1 * step),
+    "column set to an integer": set_column,
+    "column set to a real number": lambda x, step: set_column(x, 0.1 * step),
     "row by number": lambda x, step: x[step],
     "column by number": lambda x, step: x[:, step % 5],
     "rows": lambda x, step: x[step : step + 2],

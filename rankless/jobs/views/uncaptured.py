@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
-from rankless.collectives.value_encoding import decode_value, encode_value
+from rankless.collectives.value_encoding import decode_value, encode_value, view_bytes
 from rankless.compiler.capture.result_structure import flatten_result
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES
@@ -149,8 +149,7 @@ def digest(value: Any) -> int:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
             return 0
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return zlib.crc32(data)
+        return zlib.crc32(view_bytes(value.cpu()).numpy().data)
     return zlib.crc32(repr(value).encode()) if isinstance(value, PLAIN_TYPES) else 0
 
 

@@ -19,6 +19,7 @@ from rankless.collectives.backends.hosts.hosts_group import HostsGroup, open_hos
 from rankless.collectives.backends.hosts.process_group import HierarchicalProcessGroup
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.backends.shared_group import NO_MEMORY, SharedGroup, open_shared_group
+from rankless.collectives.value_encoding import view_bytes
 from rankless.config.shared_memory_support import Support
 from rankless.errors import CollectiveError
 from rankless.extensions.horovod.engine.requests import ReduceOpCode
@@ -120,7 +121,7 @@ class ProcessGroupBackend:
         if not width or not longest:
             return tensor.new_empty((sum(rows), *shape))
         sent = tensor.new_zeros(longest * width, dtype=torch.uint8)
-        sent[: rows[self._index] * width] = _view_bytes(tensor)
+        sent[: rows[self._index] * width] = view_bytes(tensor)
         received = sent.new_empty(self._size * longest * width)
         self._group._allgather_base(received, sent).wait()
         pieces = [received[index * longest * width :][: count * width] for index, count in enumerate(rows)]
@@ -133,7 +134,7 @@ class ProcessGroupBackend:
         options = dist.BroadcastOptions()
         options.rootRank = root
         options.rootTensor = 0
-        self._group.broadcast([_view_bytes(tensor)], options).wait()
+        self._group.broadcast([view_bytes(tensor)], options).wait()
 
     def alltoall(self, tensor: torch.Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> torch.Tensor:
         """Return the rows from all ranks, in their order. The arguments are the row counts for and from each rank."""
@@ -142,7 +143,7 @@ class ProcessGroupBackend:
         if width:
             sent_bytes = [count * width for count in sent_rows]
             received_bytes = [count * width for count in received_rows]
-            self._group.alltoall_base(_view_bytes(output), _view_bytes(tensor), received_bytes, sent_bytes).wait()
+            self._group.alltoall_base(view_bytes(output), view_bytes(tensor), received_bytes, sent_bytes).wait()
         return output
 
     def close(self, *, is_stuck: bool = False) -> None:
@@ -166,10 +167,6 @@ def _has_gpu_of_its_own(store: Any, index: int, size: int, device: torch.device)
     """Return whether no two ranks use one GPU, which NCCL refuses. All ranks call this."""
     store.set(f"gpu/{index}", str(torch.cuda.get_device_properties(device).uuid))
     return len({bytes(store.get(f"gpu/{rank}")) for rank in range(size)}) == size
-
-
-def _view_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _count_row_bytes(tensor: torch.Tensor) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rankless.collectives.value_encoding import view_bytes
 from rankless.extensions.horovod.engine.backends import DTYPES, ScaledReduction
 from rankless.extensions.horovod.engine.coordinator import ALL_RANKS, TENSOR_KINDS, Coordinator, round_fusion_threshold
 from rankless.extensions.horovod.engine.coordinator_client import (
@@ -413,7 +414,7 @@ def tensor_to_bytes(tensor: torch.Tensor) -> bytes:
     """Return the values of a contiguous tensor on the CPU."""
     if not tensor.numel():
         return b""
-    return bytes(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return bytes(view_bytes(tensor).numpy())
 
 
 def write_bytes(values: bytes | memoryview, output: torch.Tensor) -> None:
