@@ -30,7 +30,7 @@ from rankless.config.extension_run_options import count_row_holders, read_option
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
-from rankless.config.script_source import digest_source
+from rankless.config.script_analysis import digest_source
 from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner

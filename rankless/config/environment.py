@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from rankless.config.extensions import LaunchedWorker, import_declared, list_extensions
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import RunConfig
-from rankless.config.worker_config import WorkerConfig
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from rankless.config.extensions import Extension, find_extension, import_declared, list_extensions
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.context.step_events import to_all
 from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import ConfigError

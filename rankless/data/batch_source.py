@@ -37,7 +37,7 @@ from torch.utils.data import (
 
 from rankless.context.world import World
 from rankless.data.batch_agreement import gather_lists, has_per_sample_lists, require_same_batch
-from rankless.data.batch_requests import ReadingDecision, RequestSampler, make_whole
+from rankless.data.batch_indices import ReadingDecision, RequestSampler, make_whole
 from rankless.data.batch_tree import compute_digest
 from rankless.data.batches_from_cpu_ranks import (
     RequestReader,

@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 from rankless.config.environment import python_path_at_start, user_visible_devices
 from rankless.config.extensions import find_extension, import_declared
+from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, LauncherSpec, RunConfig
-from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.errors import LaunchError
 from rankless.launch.worker_output import FollowedFile, Source
 from rankless.records.private_files import make_private_folder, private_opener

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
+from rankless.config.process_configs import WorkerLaunch
 from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import RunConfig
-from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import JoinError, LaunchError
 from rankless.launch.launcher_profile import WorkerLogFiles, run_folder
 from rankless.launch.other_hosts import Peers

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rankless.config.environment import worker_environment
+from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.launcher_profile import LauncherProfile, make_log_files
 from rankless.launch.process_roles import WorkerContent
 from rankless.launch.run_setup import ReadyJob

@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.errors import ConfigError
+from rankless.ownership.adjacent_shards_in_shared_memory import SharedMemoryShards, SharedValue
 from rankless.ownership.host_offload import copy_to_device, copy_to_host
-from rankless.ownership.parameter_with_shards import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
     RunTogether,
@@ -36,11 +36,11 @@ from rankless.ownership.partitioned_tensor import (
     run_directly,
 )
 from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_shards
-from rankless.ownership.shards_in_shared_memory import SharedMemoryShards, SharedValue
+from rankless.ownership.sharded_parameters import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.state_owner import Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.step_on_shards import find_state_layout, list_parameters, on_shards, share_state
-from rankless.ownership.unread_tensor import UnreadTensor
+from rankless.ownership.tensor_in_checkpoint import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
 from rankless.errors import LostWorkerError
-from rankless.ownership.parameter_with_shards import DividedParameter
 from rankless.ownership.partitioned_tensor import Partition, find_partition
 from rankless.ownership.shard_layout import make_dense_strides
+from rankless.ownership.sharded_parameters import DividedParameter
 from rankless.ownership.step_on_shards import SharedEntry, describe_state, list_parameters
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack

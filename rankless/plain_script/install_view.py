@@ -22,9 +22,9 @@ from rankless.logical.call_observers import OBSERVERS, send_call
 from rankless.logical.call_trace import TRACE_STATE
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.plain_script.divided_draws import divide_draws
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches
-from rankless.plain_script.random_draws import divide_draws
 from rankless.plain_script.sharded_optimizers import ShardedOptimizers
 from rankless.plain_script.single_process import hide_ranks
 from rankless.plain_script.step_notifications import ScriptSteps

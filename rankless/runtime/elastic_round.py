@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from rankless.config import environment
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.records.elastic_messages import (
     HostsChanged,
     RoundEnded,

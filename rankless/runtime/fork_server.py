@@ -25,8 +25,8 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.config.extensions import list_aliases
-from rankless.config.script_source import names_rankless, names_word
-from rankless.config.worker_config import HostConfig, WorkerLaunch
+from rankless.config.process_configs import HostConfig, WorkerLaunch
+from rankless.config.script_analysis import names_rankless, names_word
 from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started, send_record
 from rankless.runtime.fast_exit import FastExit

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from rankless.config.worker_config import ForkServerPoolConfig, HostConfig
+from rankless.config.process_configs import ForkServerPoolConfig, HostConfig
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.fork_server import preload_modules, prepare_process, serve_run
 from rankless.runtime.fork_server_protocol import READY, receive_host_config, send_process_id

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from rankless.config.worker_config import HostConfig, WorkerLaunch
+from rankless.config.process_configs import HostConfig, WorkerLaunch
 from rankless.records.encoding import encode_json
 from rankless.records.framing import FrameFormat, receive_message
 

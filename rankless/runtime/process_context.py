@@ -23,8 +23,8 @@ from rankless.config import environment
 from rankless.config.environment import TorchrunWorker
 from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import Backend
-from rankless.config.worker_config import WorkerConfig
 from rankless.context.events_of_all_ranks import JointEvents
 from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.training_progress import ProgressMeter

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as groups
 from torch.distributed.device_mesh import init_device_mesh
 
 from rankless.collectives.backends import register_backend
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import ONE_RANK_PER_HOST, HostsGroup, open_hosts_group
 from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.collectives.backends.shared_group import NO_MEMORY, SEVERAL_HOSTS, SharedGroup, open_shared_group

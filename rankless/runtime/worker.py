@@ -17,9 +17,9 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.extensions import ImportAlias
+from rankless.config.process_configs import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.config.run_config import Program
-from rankless.config.script_source import names_rankless
-from rankless.config.worker_config import HostConfig, WorkerConfig, WorkerLaunch
+from rankless.config.script_analysis import names_rankless
 from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished, send_record
 from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
@@ -284,7 +284,9 @@ class WorkerProcess:
             logical_view = importlib.import_module("rankless.runtime.begin_logical_view")
             self._meeting = logical_view.begin_logical_view(self._outside.effects)
         if self._config.observation.is_reference or self._config.observation.is_foreign:
-            importlib.import_module("rankless.verify.recording.hook_recorder").record_reference_run(self._config)
+            importlib.import_module("rankless.verify.recording.recorder_of_scripts_without_jobs").record_reference_run(
+                self._config
+            )
         names = environment.changes_too_late(self._environment_at_start, environment.snapshot()) if late else []
         if names and self._config.rank == 0:
             self._notify(

@@ -15,9 +15,9 @@ import msgspec
 
 from rankless.records.verify_results import ModelRegistered
 from rankless.verify.comparison import Divergence
+from rankless.verify.comparison_with_reference_script import ReferenceRun, list_training_steps
 from rankless.verify.differences import compute_sketch_distance
-from rankless.verify.recordings import ForeignStep, Recording, list_steps
-from rankless.verify.reference_comparison import ReferenceRun, list_training_steps
+from rankless.verify.recording_reader import ForeignStep, Recording, list_steps
 from rankless.verify.tolerance import ROUNDING_BOUND
 
 CauseName = Literal[

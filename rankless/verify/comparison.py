@@ -23,7 +23,7 @@ import msgspec
 from rankless.config.run_config import InspectedCall
 from rankless.records.verify_results import JobCalled, Leaf, StepRecorded
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
-from rankless.verify.recordings import Recording, take_beginning, to_array
+from rankless.verify.recording_reader import Recording, take_beginning, to_array
 from rankless.verify.tolerance import NoiseFloor, compute_rounding_limit
 
 NOT_REPEATABLE_FACTOR = 1e3

@@ -26,9 +26,9 @@ from rankless.records.job_programs import JobProgram, ProgramRecord
 from rankless.records.verify_results import TEXT, JobCalled, ModelRegistered, StepRecorded, TensorState
 from rankless.verify.causes import CERTAIN, Cause, find_cause, find_other_inputs, find_undivided
 from rankless.verify.comparison import Comparison, Divergence, compare
+from rankless.verify.comparison_with_reference_script import ReferenceRun, compare_with_reference
 from rankless.verify.first_differing_value import FirstDifferingValue
-from rankless.verify.recordings import Recording, take_beginning
-from rankless.verify.reference_comparison import ReferenceRun, compare_with_reference
+from rankless.verify.recording_reader import Recording, take_beginning
 from rankless.verify.runs import INTERRUPTED, RunFailed, VerifyRuns
 
 Outcome = Literal["same", "different", "undecided"]

@@ -16,7 +16,7 @@ from rankless.records.verify_results import (
     TensorState,
     TensorSummary,
 )
-from rankless.verify.recordings import Array, Recording, to_array
+from rankless.verify.recording_reader import Array, Recording, to_array
 
 Kind = Literal["result", "gradient", "parameter", "final"]
 

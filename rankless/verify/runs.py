@@ -24,9 +24,9 @@ from rankless.config.validation import make_run_config
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 from rankless.records.verify_results import ComputedValue, read_values
+from rankless.verify.comparison_with_reference_script import ReferenceRun
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
-from rankless.verify.recordings import Recording, combine_losses, read_recordings
-from rankless.verify.reference_comparison import ReferenceRun
+from rankless.verify.recording_reader import Recording, combine_losses, read_recordings
 
 INTERRUPTED = 130
 

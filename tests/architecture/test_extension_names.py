@@ -9,7 +9,7 @@ NAMED = {
     "rankless/api.py": "tells users which launchers are recognized",
     "rankless/config/cluster_variables.py": "a time limit of torchrun's",
     "rankless/config/environment.py": "the variables of torch.distributed, which torchrun sets first",
-    "rankless/config/worker_config.py": "likewise",
+    "rankless/config/process_configs.py": "likewise",
     "rankless/collectives/distributed_sampler.py": "likewise",
     "rankless/runtime/process_context.py": "likewise",
     "rankless/runtime/rendezvous/find_rendezvous.py": "likewise; advises users of mpirun",

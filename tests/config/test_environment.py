@@ -6,7 +6,7 @@ import pytest
 
 from rankless.config import environment
 from rankless.config.environment import changes_too_late
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 
 
 def config(process_id: int | None = None) -> WorkerConfig:

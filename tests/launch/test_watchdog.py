@@ -13,7 +13,7 @@ import psutil
 import pytest
 from support.jobs import wait_until
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.launch.other_hosts import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS

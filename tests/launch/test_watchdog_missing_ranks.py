@@ -10,7 +10,7 @@ import torch
 
 from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog import stack_classifier
-from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, DEADLOCK_SECONDS, WAITS_FOR_DISK, diagnose
+from rankless.launch.watchdog.hang_verdict import BLOCKED_SECONDS, DEADLOCK_SECONDS, WAITS_FOR_DISK, diagnose
 from rankless.launch.watchdog.phase_timeouts import MIN_STALL_SECONDS, PHASES, STARTUP_STALL_SECONDS, StepRate
 from rankless.launch.watchdog.report import format_headline, format_report
 from rankless.launch.watchdog.stack_classifier import classify_stack, locate_data_loader_worker

@@ -18,7 +18,7 @@ from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.errors import CollectiveError
 from rankless.jobs.job import make_job
 from rankless.jobs.job_definition import StepOptions
-from rankless.ownership import shards_in_shared_memory
+from rankless.ownership import adjacent_shards_in_shared_memory
 from rankless.parallel.mesh import Mesh
 
 PAUSE_SECONDS = 0.3
@@ -169,8 +169,8 @@ def count_waits(mesh):
     waits = []
     with shared_group(mesh) as group:
         training, (batch, *_) = Training(on_group(mesh, group), accumulate=2), make_batches()
-        usual = shards_in_shared_memory.wait_for_all
-        shards_in_shared_memory.wait_for_all = lambda among: (waits.append(None), usual(among=among))
+        usual = adjacent_shards_in_shared_memory.wait_for_all
+        adjacent_shards_in_shared_memory.wait_for_all = lambda among: (waits.append(None), usual(among=among))
         try:
             for _ in range(2):
                 training.train(batch)
@@ -185,7 +185,7 @@ def count_waits(mesh):
             training.read()
             return [*found, len(waits)]
         finally:
-            shards_in_shared_memory.wait_for_all = usual
+            adjacent_shards_in_shared_memory.wait_for_all = usual
 
 
 def test_workers_wait_only_between_writing_and_reading():
@@ -198,7 +198,7 @@ def refuse_to_map(_descriptor, _byte_count):
 
 def train_without_memory(mesh, way):
     """Train where one worker cannot map the memory, or wants it for something else."""
-    usual, region = shards_in_shared_memory.map_common, shared_region.SharedRegion
+    usual, region = adjacent_shards_in_shared_memory.map_common, shared_region.SharedRegion
 
     def map_other(byte_count, terms, *, among):
         if mesh.rank == 1 and way == "no memory":
@@ -210,7 +210,7 @@ def train_without_memory(mesh, way):
         finally:
             shared_region.SharedRegion = region
 
-    shards_in_shared_memory.map_common = map_other
+    adjacent_shards_in_shared_memory.map_common = map_other
     try:
         with shared_group(mesh) as group:
             training, found = Training(on_group(mesh, group)), []
@@ -219,7 +219,7 @@ def train_without_memory(mesh, way):
                 found.append(training.read())
             return found, training.shared
     finally:
-        shards_in_shared_memory.map_common = usual
+        adjacent_shards_in_shared_memory.map_common = usual
 
 
 @pytest.mark.parametrize("way", ["no memory", "no agreement"])

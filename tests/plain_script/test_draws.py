@@ -12,8 +12,8 @@ from rankless.context.world import World
 from rankless.logical.gradients import LogicalBackward
 from rankless.logical.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
+from rankless.plain_script.divided_draws import divide_draws
 from rankless.plain_script.loaders import divide_batches
-from rankless.plain_script.random_draws import divide_draws
 
 
 def draw(rows: int) -> dict[str, Tensor]:

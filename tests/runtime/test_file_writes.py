@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import run_script
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.launch.agent import SharedFiles
 from rankless.records.events import FileOpened
 from rankless.runtime.hooks.written_files import FileWriteMonitor

@@ -8,8 +8,8 @@ from support.warm_runs import fork_server_pool
 from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import Comparison, compare
-from rankless.verify.recordings import Recording
-from rankless.verify.reference_comparison import compare_with_reference, list_training_steps
+from rankless.verify.comparison_with_reference_script import compare_with_reference, list_training_steps
+from rankless.verify.recording_reader import Recording
 from rankless.verify.runs import VerifyRuns
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from rankless.records.verify_results import ScriptSurvey, StepInputs
 from rankless.verify.causes import find_cause, find_undivided
 from rankless.verify.comparison import compare
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recordings import Recording, combine_losses, read_recordings
+from rankless.verify.recording_reader import Recording, combine_losses, read_recordings
 
 ONE = range(12)
 

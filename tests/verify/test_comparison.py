@@ -14,7 +14,7 @@ from rankless.verify.decision import describe_doubt
 from rankless.verify.decision_report import render_table
 from rankless.verify.differences import measure
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recordings import read_recordings, take_beginning
+from rankless.verify.recording_reader import read_recordings, take_beginning
 from rankless.verify.tolerance import NoiseFloor
 
 ROWS, STEPS = 12, 6

@@ -15,7 +15,7 @@ from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
 from rankless.verify.comparison import compare
 from rankless.verify.decision_report import VerifyReport
-from rankless.verify.recordings import Recording
+from rankless.verify.recording_reader import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from rankless.records.verify_results import (
     tensors_file,
 )
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recordings import to_array
+from rankless.verify.recording_reader import to_array
 
 
 def frames(folder, rank=0):

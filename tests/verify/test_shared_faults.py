@@ -11,7 +11,7 @@ from torch import nn
 from rankless.jobs.rounding_noise import perturbed_parameters
 from rankless.verify.comparison import compare
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recordings import Recording, read_recordings
+from rankless.verify.recording_reader import Recording, read_recordings
 
 READING = """
 import torch

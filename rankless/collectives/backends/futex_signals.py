@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from rankless.collectives.backends.group_failure import Membership, make_error, make_forked_error
+from rankless.collectives.backends.group_failure_errors import Membership, make_error, make_forked_error
 from rankless.collectives.backends.peer_liveness import PeerProcesses
 from rankless.config.available_resources import core_count
 from rankless.records.group_failures import (

@@ -44,7 +44,7 @@ from rankless.collectives.backends.argument_conversion import (
     writable,
     write_back,
 )
-from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.group_failure_errors import Membership, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
 from rankless.config.shared_memory_support import Support

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rankless.collectives.backends.futex_signals import GroupSignals
-from rankless.collectives.backends.group_failure import make_mismatch_error
+from rankless.collectives.backends.group_failure_errors import make_mismatch_error
 from rankless.collectives.backends.operation_signature import describe_signature
 from rankless.records.group_failures import FailureKind
 

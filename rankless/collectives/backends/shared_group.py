@@ -10,7 +10,7 @@ import torch
 
 from rankless.collectives.backends.fused_reductions import FusedReductions
 from rankless.collectives.backends.futex_signals import ControlLayout, Futex, GroupSignals
-from rankless.collectives.backends.group_failure import Membership, make_error
+from rankless.collectives.backends.group_failure_errors import Membership, make_error
 from rankless.collectives.backends.message_transfers import MessageRing, PointToPoint, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity

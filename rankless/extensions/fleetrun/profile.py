@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.hosts import Endpoint, parse_endpoint
+from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import (
     AgreedJobConfig,
     AgreedProcesses,
@@ -18,7 +19,6 @@ from rankless.config.run_config import (
     decode_settings,
     make_launcher_spec,
 )
-from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.extensions.fleetrun.tables import (
     HETEROGENEOUS_ENDPOINTS,
     HETEROGENEOUS_LOG_NAME,

@@ -4,8 +4,8 @@ import itertools
 import os
 from collections.abc import Mapping, Sequence
 
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import AgreedProcesses, RunConfig
-from rankless.config.worker_config import WorkerConfig
 from rankless.launch.supervisor.start_and_end_text import format_processes
 from rankless.records.number_formatting import format_count
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankless.config.environment import alias_choice, loopback_name
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import AgreedJobConfig, Program, RunConfig, decode_settings
-from rankless.config.worker_config import WorkerConfig
 from rankless.extensions.horovodrun.launched_worker import rank_variables
 from rankless.extensions.horovodrun.run_config import is_this_python
 from rankless.extensions.horovodrun.settings import HorovodrunSettings

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.environment import snapshot, user_visible_devices
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import AgreedJobConfig, LauncherSpec, RunConfig, decode_settings, make_launcher_spec
-from rankless.config.worker_config import WorkerConfig
 from rankless.launch.launcher_profile import (
     LauncherProfile,
     SignalForwarding,

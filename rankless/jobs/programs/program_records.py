@@ -15,7 +15,7 @@ from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram
 from rankless.compiler.tracing.symbolic_sizes import size_hint
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.memory_meter import PeakMemoryMode
 from rankless.jobs.programs.bound_program import BoundProgram

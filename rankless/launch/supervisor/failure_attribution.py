@@ -18,7 +18,7 @@ from rankless.errors import LostWorkerError
 from rankless.launch.signals import name_signal
 from rankless.launch.supervisor.failure_report import find_line, first_line
 from rankless.launch.supervisor.verdict import EXPLAINED_SETTLING_SECONDS, SecondaryFailure, Verdict
-from rankless.launch.watchdog.missing_ranks import parse_timeout
+from rankless.launch.watchdog.hang_verdict import parse_timeout
 from rankless.records.events import (
     AnyRecord,
     Exited,

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from typing import BinaryIO, Protocol
 
 from rankless.config.environment import parent_environment
+from rankless.config.process_configs import ForkServerPoolConfig, HostConfig, WorkerLaunch
 from rankless.config.run_config import RunConfig
-from rankless.config.script_source import names_rankless
-from rankless.config.worker_config import ForkServerPoolConfig, HostConfig, WorkerLaunch
+from rankless.config.script_analysis import names_rankless
 from rankless.records.encoding import encode_json
 from rankless.records.events import open_channel
 from rankless.records.private_files import private_opener

@@ -49,7 +49,7 @@ LOADED_AFTER_SECONDS = 10.0
 installation may be another version, or its disk may be what the run waits for."""
 _NEEDED_BY_FAILURES = (
     *("supervisor.failure_attribution", "supervisor.failure_report"),
-    *(f"watchdog.{name}" for name in ("missing_ranks", "report", "stack_classifier", "stacks")),
+    *(f"watchdog.{name}" for name in ("hang_verdict", "report", "stack_classifier", "stacks")),
 )
 _LOOK_SECONDS = 1.0
 """Between two looks at where stopping workers are."""

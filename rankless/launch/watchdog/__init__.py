@@ -8,7 +8,7 @@ kind of evidence:
 - `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
 - `worker_monitor`: the `RankStatus` of each local rank;
 - `role_monitor`: the state of the processes beside the workers;
-- `missing_ranks`: which ranks are missing, also when a collective has timed out, and when to end the job;
+- `hang_verdict`: which ranks are missing, also when a collective has timed out, and when to end the job;
 - `report`: the text for the terminal.
 
 Outputs are `Notice`, `RankStatus` and `HangDetected` records. The watchdog works on Linux only.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from rankless.launch.watchdog.missing_ranks import HangDiagnosis
+from rankless.launch.watchdog.hang_verdict import HangDiagnosis
 from rankless.launch.watchdog.phase_timeouts import BY_NAME as PHASES
 from rankless.launch.watchdog.phase_timeouts import StepRate
 from rankless.launch.watchdog.role_monitor import ProcessStatus

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.launch.other_hosts import Peers
 from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.phase_timeouts import StepRate
@@ -32,7 +32,7 @@ from rankless.records.number_formatting import format_seconds
 from rankless.records.worker_status import open_page
 
 if TYPE_CHECKING:
-    from rankless.launch.watchdog.missing_ranks import HangDiagnosis
+    from rankless.launch.watchdog.hang_verdict import HangDiagnosis
 
 LONGEST_INTERVAL_SECONDS = 1.0
 """Between two checks of the workers."""
@@ -152,7 +152,7 @@ class Watchdog:
             self._finished.add(record.rank)
             self._ended.add(record.rank)
         elif isinstance(record, Raised):
-            where = load_part("missing_ranks").parse_timeout(record)
+            where = load_part("hang_verdict").parse_timeout(record)
             if where is not None:
                 self._timed_out[record.rank] = where
                 self._is_requested = True
@@ -288,8 +288,8 @@ class Watchdog:
             yield from self._report_missing_ranks(self._all_statuses(local))
         elif not self._processes.is_restarting:
             ranks, processes = self._all_statuses(local), self._processes.list_statuses(now)
-            missing_ranks = load_part("missing_ranks")
-            diagnosis = missing_ranks.blame_processes(ranks, processes, seconds=stalled) or missing_ranks.diagnose(
+            verdict = load_part("hang_verdict")
+            diagnosis = verdict.blame_processes(ranks, processes, seconds=stalled) or verdict.diagnose(
                 ranks, seconds=stalled, stall_limit=stall_limit
             )
             if diagnosis is not None:
@@ -297,7 +297,7 @@ class Watchdog:
                 yield from self._report_diagnosis(diagnosis, stalled - diagnosis.seconds, processes)
 
     def _report_missing_ranks(self, statuses: Mapping[int, RankStatus]) -> Iterator[HangDetected]:
-        diagnosis = load_part("missing_ranks").diagnose_timeout(statuses, self._timed_out)
+        diagnosis = load_part("hang_verdict").diagnose_timeout(statuses, self._timed_out)
         if diagnosis is not None:
             self._is_finished = True
             yield self._make_verdict(diagnosis, more="; PyTorch's timeout expired")

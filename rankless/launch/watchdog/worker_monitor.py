@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rankless.config.available_resources import describe_little_shared_memory
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.process_stats import (
     WAITS_FOR_DISK,

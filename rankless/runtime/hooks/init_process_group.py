@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as groups
 
 from rankless.config import environment
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.runtime.rendezvous.run_store import open_worker_store
 
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.plain_script.silent_tensorboard_writers import FURTHER_FILES, silence_events
 from rankless.records.events import FileOpened
 from rankless.user_code import display_name, is_library, script_line

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rankless.config import environment
 from rankless.config.environment import TorchrunWorker
 from rankless.config.hosts import LOOPBACK
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.encoding import encode_json
 from rankless.records.store_authentication import (

@@ -7,8 +7,8 @@ import pytest
 
 from rankless.cli import CommandParser, main
 from rankless.config import hosts, validation
+from rankless.config.process_configs import WorkerLaunch
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, Program, RunConfig
-from rankless.config.worker_config import WorkerLaunch
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun import command as fleetrun
 from rankless.extensions.fleetrun.parameter_server_options import COORDINATOR_FLAGS, SERVER_FLAGS

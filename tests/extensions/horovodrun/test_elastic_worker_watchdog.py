@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from support.jobs import wait_until
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.extensions.horovodrun.elastic.local_workers import WorkerWatchdog
 from rankless.records.events import HangDetected, RankStatus, Started
 

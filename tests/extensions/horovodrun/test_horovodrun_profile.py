@@ -2,8 +2,8 @@
 
 import msgspec
 
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import AgreedJobConfig
-from rankless.config.worker_config import WorkerConfig
 from rankless.extensions.horovodrun.profile import HorovodrunProfile
 from rankless.extensions.horovodrun.settings import HorovodrunSettings, NamedHost
 

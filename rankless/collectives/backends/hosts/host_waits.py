@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-from rankless.collectives.backends.group_failure import FOUND, Membership, make_error, make_forked_error
+from rankless.collectives.backends.group_failure_errors import FOUND, Membership, make_error, make_forked_error
 from rankless.collectives.backends.hosts.gloo_exchange import ExchangeTimeout, GlooExchange
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.shared_group import SharedGroup

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rankless.collectives.backends.fused_reductions import FusedCall, copy_each, cut_pieces, split_as
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.hosts.host_movement import HostMovement
 from rankless.collectives.backends.hosts.host_reductions import HostReductions

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankless.collectives.backends.group_failure import make_mismatch_error
+from rankless.collectives.backends.group_failure_errors import make_mismatch_error
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.operation_signature import describe_signature
 from rankless.collectives.backends.rank_slots import split_shares

@@ -15,7 +15,7 @@ from rankless.collectives.backends.argument_conversion import (
     require_other_rank,
     write_back,
 )
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup, open_hosts_group
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup, make_gloo_group, read_membership
 from rankless.collectives.backends.shared_group import SharedGroup

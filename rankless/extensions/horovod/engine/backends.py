@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup, open_hosts_group
 from rankless.collectives.backends.hosts.process_group import HierarchicalProcessGroup
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup

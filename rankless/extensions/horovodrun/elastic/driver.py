@@ -2,7 +2,7 @@
 
 It detects a round without progress, finds the member for which the others wait, and decides whether to kill it. The
 members are on several hosts. The agents of these hosts report the status of each member that makes no progress. The
-round makes progress as long as one member does. `launch.watchdog.missing_ranks` finds the missing member, as in any
+round makes progress as long as one member does. `launch.watchdog.hang_verdict` finds the missing member, as in any
 other job. Here the driver kills only that member, and a replacement continues from the last commit.
 
 After some members have reached the end of the script, the others may take their time, but they are reported. There is
@@ -35,7 +35,7 @@ from rankless.launch.supervisor.supervisor import (
     choose_stop_times,
 )
 from rankless.launch.supervisor.verdict import Verdict
-from rankless.launch.watchdog.missing_ranks import HangDiagnosis, diagnose
+from rankless.launch.watchdog.hang_verdict import HangDiagnosis, diagnose
 from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting
 from rankless.launch.worker_output import Source, Write

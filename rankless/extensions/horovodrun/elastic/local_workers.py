@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import msgspec
 
+from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import RunConfig
-from rankless.config.worker_config import WorkerConfig, WorkerLaunch
 from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.launch.watchdog.report import describe_status
 from rankless.launch.watchdog.stack_classifier import truncate_stack

@@ -25,7 +25,7 @@ from rankless.compiler.pipeline_parallel.stages import (
     list_prefixes,
 )
 from rankless.compiler.rules.extension_operators import is_lookup
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.context.events_of_all_ranks import JointEvents, JointParticipant
 from rankless.context.world import StartedWorkers, World
 from rankless.errors import CaptureError, ConfigError

@@ -2,7 +2,7 @@
 
 import threading
 
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.host_waits import FirstFailure, HostWaits
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.errors import CollectiveError

@@ -14,7 +14,7 @@ from support.processes import on_mesh
 
 from rankless import collectives
 from rankless.collectives.backends import shared_region
-from rankless.collectives.backends.group_failure import Membership
+from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup, find_host_name, open_hosts_group
 from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts

@@ -23,7 +23,7 @@ from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_process import ServerLaunch
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.failure_attribution import find_lost_process
-from rankless.launch.watchdog.missing_ranks import BLOCKED_SECONDS, blame_processes, diagnose
+from rankless.launch.watchdog.hang_verdict import BLOCKED_SECONDS, blame_processes, diagnose
 from rankless.launch.watchdog.phase_timeouts import StepRate
 from rankless.launch.watchdog.report import format_report
 from rankless.launch.watchdog.role_monitor import ProcessMonitor, ProcessStatus

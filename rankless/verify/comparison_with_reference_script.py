@@ -34,7 +34,7 @@ from rankless.verify.differences import (
     locate,
     measure,
 )
-from rankless.verify.recordings import Recording, take_beginning, to_array
+from rankless.verify.recording_reader import Recording, take_beginning, to_array
 from rankless.verify.tolerance import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.errors import ConfigError
+from rankless.ownership.adjacent_shards_in_shared_memory import SharedValue
 from rankless.ownership.host_offload import copy_to_device, copy_to_host
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, divide_parameter, find_partition
 from rankless.ownership.shard_layout import GATHER_BYTES, ShardGroup, ShardLayout, group_in_order
-from rankless.ownership.shards_in_shared_memory import SharedValue
 from rankless.parallel.mesh import WorkerGroup
 from rankless.parallel.tensor_placement import Shard
 from rankless.records.parallel_plan import StatePlan

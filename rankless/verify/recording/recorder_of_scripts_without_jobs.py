@@ -5,8 +5,8 @@ the model before anything changes it. A call of `backward` provides the losses. 
 the gradients it used and the parameters it produced. The hooks draw and change nothing, so the script trains as it does
 alone. Wrappers such as DistributedDataParallel are looked through, so that a tensor has one name with and without them.
 What each rank puts into a step is recorded as digests of its rows, from which `verify.causes` finds out how the ranks
-divide the data. `verify.reference_comparison` matches the tensors of two different scripts by name, size and first
-value.
+divide the data. `verify.comparison_with_reference_script` matches the tensors of two different scripts by name, size
+and first value.
 """
 
 import atexit
@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from rankless.config.worker_config import WorkerConfig
+from rankless.config.process_configs import WorkerConfig
 from rankless.context.step_events import StepLimit
 from rankless.jobs.dtype_override import cast
 from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
