@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
+from torch._decomp import get_decompositions
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
 from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch._aot_autograd.descriptors import (
@@ -55,6 +56,9 @@ class TraceState(threading.local):
 
 
 TRACE_STATE = TraceState()
+
+OF_CALLS = DECOMPOSITIONS | get_decompositions([torch.ops.aten._euclidean_dist])
+"""How calls are decomposed. Distances between more than 25 rows are an operator of their own, as of matrix products."""
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -285,7 +289,7 @@ def trace_call(
             torch._C.DisableTorchFunctionSubclass(),
         ):
             given = (*inputs, *arguments.symbols)
-            joint = aot_export_joint_with_descriptors(stack, module, given, decompositions=DECOMPOSITIONS)
+            joint = aot_export_joint_with_descriptors(stack, module, given, decompositions=OF_CALLS)
         return make_program(joint.graph_module, module, len(inputs))
 
 

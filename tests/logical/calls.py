@@ -62,6 +62,8 @@ PRODUCTS: dict[str, Call] = {
     "bmm": lambda t: torch.bmm(t.unsqueeze(2), t.unsqueeze(1)),
     "covariance": lambda t: torch.cov(t.T),
     "distances": lambda t: torch.cdist(t, t),
+    "distances to many": lambda t: torch.cdist(t, torch.arange(150.0).view(30, 5).cos() * 9),
+    "distances of many": lambda t: torch.cdist(torch.arange(150.0).view(30, 5).cos() * 9, t),
     "gram": lambda t: (t @ t.T, t.T @ t),
     "addmm": lambda t: torch.addmm(torch.ones(3), t, torch.ones(5, 3)),
     "attention": lambda t: torch.softmax(t.unsqueeze(2) @ t.unsqueeze(1), -1) @ t.unsqueeze(2),
