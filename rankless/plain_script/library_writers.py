@@ -21,7 +21,13 @@ from rankless.plain_script.file_effects import FileEffects
 from rankless.plain_script.silent_tensorboard_writers import FURTHER_FILES, silence_events
 
 SAVING = {
-    "torch": (("serialization", "save", 1), ("jit", "save", 1), ("jit.RecursiveScriptModule", "save", 1)),
+    "torch": (
+        ("serialization", "save", 1),
+        ("jit", "save", 1),
+        ("jit.RecursiveScriptModule", "save", 1),
+        ("jit.ScriptModule", "save", 1),  # of traced modules
+        ("jit.ScriptFunction", "save", 1),
+    ),
     "safetensors.torch": (("", "save_file", 1),),
     "safetensors.numpy": (("", "save_file", 1),),
 }

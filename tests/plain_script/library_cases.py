@@ -122,9 +122,12 @@ def scripted_module():
     module = torch.jit.script(torch.nn.Linear(2, 3))
     module.save("a.pt")
     torch.jit.save(module, Path("b.pt"))
-    shapes = [tuple(torch.jit.load(name)(torch.ones(1, 2)).shape) for name in ("a.pt", "b.pt")]
-    os.remove("a.pt")  # it has constants in the order of a set
-    os.remove("b.pt")
+    torch.jit.trace(torch.nn.Linear(2, 3), torch.ones(1, 2)).save("c.pt")
+    torch.jit.trace(torch.relu, torch.ones(1, 2)).save("d.pt")
+    shapes = []
+    for name in ("a.pt", "b.pt", "c.pt", "d.pt"):
+        shapes.append(tuple(torch.jit.load(name)(torch.ones(1, 2)).shape))
+        os.remove(name)  # it has constants in the order of a set
     return shapes
 
 
