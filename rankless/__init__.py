@@ -98,14 +98,3 @@ def _import_api() -> ModuleType:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
-
-
-class _Package(ModuleType):
-    """This package, in which the import system does not bind the folder `logical`: `rankless.logical` is a function."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "logical" or not isinstance(value, ModuleType):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

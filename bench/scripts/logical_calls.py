@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from bench.alternating import measure_calls
 from rankless.api import _world
-from rankless.logical import function_handlers  # noqa: F401  # registers what tensors answer
-from rankless.logical.tensor import LogicalView, shard_rows
+from rankless.logical_view import function_handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.tensor import LogicalView, shard_rows
 
 ROWS, WIDTH = 8, 16
 PAIRS, CALLS, WARMUP = 41, 100, 200

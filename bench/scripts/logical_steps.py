@@ -16,9 +16,9 @@ import rankless
 from bench.alternating import write_times
 from bench.models import BERT, GPT, MLP, ResNet, loss_of, random_batch
 from rankless.api import _world
-from rankless.logical import function_handlers  # noqa: F401  # registers what tensors answer
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import LogicalView, shard_rows
+from rankless.logical_view import function_handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import LogicalView, shard_rows
 
 MODELS = {"mlp": MLP, "gpt": GPT, "bert": BERT, "resnet": ResNet}
 

@@ -21,7 +21,7 @@ from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.building import materialize
 from rankless.errors import CheckpointError
 from rankless.ownership.state_owner import StateOwner
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh
 
 MAX_LINES_PER_KIND = 6

@@ -16,7 +16,7 @@ from rankless.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorFile, Te
 from rankless.checkpoint.row_files import RowsColumn, StoredRows
 from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES, STORED_AS, describe_stored, restore_dtype
 from rankless.ownership.stored_value import StoredValue
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor, settle
+from rankless.ownership.unread_tensor import UnreadTensor, settle
 
 SMALL_BYTES = 64 << 10
 """Tensors of integers up to this size are read at once: PyTorch's generators take their states as such."""

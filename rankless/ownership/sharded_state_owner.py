@@ -40,7 +40,7 @@ from rankless.ownership.sharded_parameters import DividedParameter, gather_after
 from rankless.ownership.state_owner import Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.step_on_shards import find_state_layout, list_parameters, on_shards, share_state
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan

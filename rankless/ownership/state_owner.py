@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
 

@@ -16,7 +16,7 @@ from torch.jit import _builtins
 from torch.utils._device import _device_constructors
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
-from rankless.logical.tensor import IN_TRANSFORM, LogicalView
+from rankless.logical_view.tensor import IN_TRANSFORM, LogicalView
 from rankless.plain_script.loaders import divide_tensor
 
 DRAWS = ("rand", "randn", "randint", "normal")

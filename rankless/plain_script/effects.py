@@ -291,7 +291,7 @@ def take_whole_values(values: Any) -> Any:
         return {key: take_whole_values(value) for key, value in values.items()}
     if type(values) in (list, tuple):
         return type(values)(map(take_whole_values, values))
-    tensors: Any = sys.modules.get("rankless.logical.tensor")  # nothing here imports torch
+    tensors: Any = sys.modules.get("rankless.logical_view.tensor")  # nothing here imports torch
     if tensors is not None and isinstance(values, tensors.CallsWithWholes):
         return values.partition.gather()
     return values.whole().detach() if tensors is not None and isinstance(values, tensors.DividedTensor) else values

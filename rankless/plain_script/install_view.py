@@ -17,11 +17,11 @@ from torch.utils import _pytree as pytree
 
 from rankless.config.environment import read_worker_config
 from rankless.context.world import World
-from rankless.logical.agreement import RankAgreement
-from rankless.logical.call_observers import OBSERVERS, send_call
-from rankless.logical.call_trace import TRACE_STATE
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.logical_view.agreement import RankAgreement
+from rankless.logical_view.call_observers import OBSERVERS, send_call
+from rankless.logical_view.call_trace import TRACE_STATE
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.plain_script.divided_draws import divide_draws
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.loaders import divide_batches

@@ -15,8 +15,8 @@ from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.context.world import World
 from rankless.data.batch_tree import compute_digest, map_leaves, map_tensors
 from rankless.data.logical_tensor import LogicalTensor
-from rankless.logical.call_observers import OBSERVERS
-from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
+from rankless.logical_view.call_observers import OBSERVERS
+from rankless.logical_view.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
 from rankless.plain_script.effects import Effects

@@ -23,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
-from rankless.logical.call_observers import OBSERVERS, REASONS, MoveReason, send_move
-from rankless.logical.tensor import LogicalView
+from rankless.logical_view.call_observers import OBSERVERS, REASONS, MoveReason, send_move
+from rankless.logical_view.tensor import LogicalView
 from rankless.ownership.partitioned_tensor import find_partition
 from rankless.ownership.shard_layout import ShardLayout, assign, divide
 from rankless.ownership.sharded_parameters import DividedParameter, gather_after_step, make_divided_parameter

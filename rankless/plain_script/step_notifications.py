@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rankless.context.step_events import StepEvents
-from rankless.logical.call_observers import MoveReason
-from rankless.logical.tensor import DividedTensor
+from rankless.logical_view.call_observers import MoveReason
+from rankless.logical_view.tensor import DividedTensor
 from rankless.user_code import caller_line
 
 LOSS = MoveReason("output", "the loss, for its progress")

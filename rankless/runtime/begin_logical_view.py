@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.world import World
-from rankless.logical.agreement import RankAgreement
+from rankless.logical_view.agreement import RankAgreement
 from rankless.plain_script.effects import Effects
 from rankless.plain_script.install_view import install
 from rankless.runtime.current_context import current_context

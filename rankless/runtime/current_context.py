@@ -15,7 +15,7 @@ from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo, find_ren
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
 
 if TYPE_CHECKING:
-    from rankless.logical.tensor import LogicalView
+    from rankless.logical_view.tensor import LogicalView
 
 _context: ProcessContext | None = None
 _has_left = False

@@ -52,7 +52,7 @@ from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.recording.value_probes import ValueInspector
 
 if TYPE_CHECKING:
-    from rankless.logical.tensor import LogicalView
+    from rankless.logical_view.tensor import LogicalView
 
 _JOINS = itertools.count()
 """Numbers how often this process has joined again. All ranks do so equally often."""

@@ -11,7 +11,7 @@ from checkpoint.saved_objects import SOLO, Holder, save
 from torch import nn
 
 from rankless.checkpoint import load
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 
 WEIGHT = torch.arange(20_000.0).view(100, 200)
 STATE = {"weight": WEIGHT, "bias": torch.ones(3), "counts": torch.arange(40_000), "step": torch.tensor(7.0)}

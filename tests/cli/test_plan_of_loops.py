@@ -10,7 +10,7 @@ import torch
 from support.json_schema import check_result
 from support.warm_runs import rankless
 
-from rankless.logical.call_observers import find_origin, name_function
+from rankless.logical_view.call_observers import find_origin, name_function
 from rankless.records.job_programs import CountedCall, CountedMove, ProgramInputRecord, RecordedStep
 from rankless.records.number_formatting import format_decimal_bytes
 from rankless.terminal.plan_table import make_plan_report, render_plan

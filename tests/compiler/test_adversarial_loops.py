@@ -20,9 +20,9 @@ from test_adversarial_cases import ROUNDED_PER_RANK
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rankless.logical import function_handlers  # noqa: F401  # registers what tensors answer
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
+from rankless.logical_view import function_handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import split_lengths
 

@@ -18,8 +18,8 @@ from support.processes import on_mesh
 from test_random_programs import BOUND, QUIET, PlainProgram, RandomProgram, programs
 from torch import Tensor
 
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow

@@ -24,8 +24,8 @@ from rankless.errors import ConfigError, DataError
 from rankless.jobs.call_agreement import fingerprint_tensor
 from rankless.jobs.job import make_job
 from rankless.jobs.job_definition import StepOptions
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
 from rankless.plain_script.loaders import divide_batch, divide_batches
 
@@ -84,6 +84,8 @@ SHOWN_BY = {
     ),
     "The script's own": "::test_what_the_logical_view_does_not_divide",
     "A notice names each line": "::test_what_the_logical_view_does_not_divide",
+    "Slices of rows": "::test_slices_of_rows_are_whole_and_chosen_rows_are_divided",
+    "Rows chosen by": "::test_slices_of_rows_are_whole_and_chosen_rows_are_divided",
     "Every rank reads": "::test_loaders_whose_batches_every_rank_reads_whole",
     "`rankless plan` shows a step": (
         "cli/test_plan_of_loops.py::test_a_plan_file_and_a_picture_of_a_loop_are_refused_before_it_runs"
@@ -348,6 +350,18 @@ def test_what_the_logical_view_does_not_divide():
         assert shapes == [(6, 4)] * 3
         named = [re.search(r": (\S+) runs on the whole batch on every rank", notice) for notice in notices]
         assert [each and each[1] for each in named] == ["Rounded", "torch.sin", "torch.histc"]
+
+
+def list_row_kinds(mesh: Mesh) -> list[type]:
+    """Return the kinds of results of functions of slices of rows, then of chosen rows."""
+    view = LogicalView(mesh, lambda _: None)
+    with LogicalBackward(view).install():
+        x = divide_batch(torch.ones(8, 4), view, rows=8)
+        return [type(rows.sin()) for rows in (x[:4], x.chunk(2)[0], x[torch.tensor([1, 0, 5])])]
+
+
+def test_slices_of_rows_are_whole_and_chosen_rows_are_divided():
+    assert on_mesh(2, list_row_kinds) == [[torch.Tensor, torch.Tensor, DividedTensor]] * 2
 
 
 def run_compiled_model(mesh: Mesh) -> tuple[int, float]:

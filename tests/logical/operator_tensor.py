@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from rankless.logical.tensor import DividedTensor
+from rankless.logical_view.tensor import DividedTensor
 
 READS = torch.ops.aten._local_scalar_dense.default
 

@@ -9,11 +9,11 @@ from logical.test_logical_view import divide
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.logical import function_handlers, gradient_sums  # noqa: F401  # registers what tensors answer
-from rankless.logical.gradient_shards import GradientShards
-from rankless.logical.gradient_sums import GradientPass, find_leaves
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import LogicalView
+from rankless.logical_view import function_handlers, gradient_sums  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.gradient_shards import GradientShards
+from rankless.logical_view.gradient_sums import GradientPass, find_leaves
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import LogicalView
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow

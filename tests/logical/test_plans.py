@@ -12,9 +12,9 @@ from support.processes import on_mesh
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rankless.logical import function_handlers, plan_cache  # noqa: F401  # registers what tensors answer
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import LogicalView
+from rankless.logical_view import function_handlers, plan_cache  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import LogicalView
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow

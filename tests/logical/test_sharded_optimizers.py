@@ -19,9 +19,9 @@ from support.processes import on_mesh
 from support.warm_runs import rankless, run_script
 from torch import Tensor, nn
 
-from rankless.logical import function_handlers  # noqa: F401  # registers what tensors answer
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import LogicalView
+from rankless.logical_view import function_handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import LogicalView
 from rankless.ownership.partitioned_tensor import PartitionedTensor, get_local
 from rankless.parallel.mesh import Mesh
 from rankless.plain_script.sharded_optimizers import ShardedOptimizers

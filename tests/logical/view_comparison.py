@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rankless.logical.tensor import DividedTensor, LogicalView, shard_rows
+from rankless.logical_view.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.tensor_placement import split_lengths
 
 Source = Literal["data", "leaf", "weight", "twice"]

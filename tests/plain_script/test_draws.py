@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from rankless.context.world import World
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
 from rankless.plain_script.divided_draws import divide_draws
 from rankless.plain_script.loaders import divide_batches

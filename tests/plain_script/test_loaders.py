@@ -35,8 +35,8 @@ from rankless.collectives.mesh_collectives import wait_for_all
 from rankless.context.world import World
 from rankless.data.batch_tree import iterate_leaves, map_leaves
 from rankless.errors import RanksDiverged
-from rankless.logical import function_handlers  # noqa: F401  # registers what tensors answer
-from rankless.logical.tensor import DividedTensor, LogicalView
+from rankless.logical_view import function_handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
 from rankless.plain_script.loaders import divide_batches
 

@@ -71,7 +71,7 @@ def test_shard_batch_divides_what_a_script_makes_itself(tmp_path: Path):
     assert "script.py knows no ranks: one training" in job.stderr
     assert ADVICE not in job.stderr
     *lines, kind = job.stdout.splitlines()
-    assert kind == "<class 'rankless.logical.tensor.DividedTensor'>"
+    assert kind == "<class 'rankless.logical_view.tensor.DividedTensor'>"
     *expected, kind = run_plain(tmp_path).stdout.splitlines()
     assert lines == expected
     assert kind == "<class 'torch.Tensor'>"

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from rankless.deferred_models.deferred_tensor import DeferredTensor
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 
 WITHOUT_MEMORY = (DeferredTensor, UnreadTensor)
 

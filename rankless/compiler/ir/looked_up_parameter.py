@@ -26,7 +26,7 @@ from rankless.compiler.ir.embedding_functions import (
 )
 from rankless.ownership.partitioned_tensor import CallsWithWholes, call_with_wholes, has_other_users
 from rankless.ownership.stored_value import StoredValue, TensorSource
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 
 
 class RowSourceOfTensor(TensorSource, Protocol):

@@ -15,8 +15,8 @@ from rankless.context.step_events import ObservedJob, StepParticipant
 from rankless.context.world import CompiledProgramRecorder
 from rankless.data.batch_tree import iterate_leaves
 from rankless.jobs.programs.program_records import WHOLE, describe_collective, format_sharding
-from rankless.logical.call_observers import NAMES, OBSERVERS, CallKind, CallObserver
-from rankless.logical.tensor import DividedTensor
+from rankless.logical_view.call_observers import NAMES, OBSERVERS, CallKind, CallObserver
+from rankless.logical_view.tensor import DividedTensor
 from rankless.plain_script.step_notifications import ScriptSteps
 from rankless.records.job_programs import CountedCall, CountedMove, ProgramInputRecord, RecordedStep
 

@@ -1,7 +1,7 @@
 """The logical view of a job that cannot be one program: each rank runs its function on divided batches.
 
-Each PyTorch function is lowered by itself; see `rankless.logical`. Models, gradients and results are whole and equal on
-all ranks, as in a script without a job.
+Each PyTorch function is lowered by itself; see `rankless.logical_view`. Models, gradients and results are whole and
+equal on all ranks, as in a script without a job.
 """
 
 from dataclasses import replace
@@ -15,9 +15,9 @@ from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.model_sync import require_usable_models
 from rankless.jobs.views.one_device import PlainView
-from rankless.logical.function_handlers import take_whole
-from rankless.logical.gradients import LogicalBackward
-from rankless.logical.tensor import LogicalView
+from rankless.logical_view.function_handlers import take_whole
+from rankless.logical_view.gradients import LogicalBackward
+from rankless.logical_view.tensor import LogicalView
 from rankless.plain_script.loaders import convert_tensor
 
 

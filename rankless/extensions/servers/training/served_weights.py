@@ -28,7 +28,7 @@ from rankless.extensions.servers.training.divided_pushes import DividedStore, Pu
 from rankless.extensions.servers.training.parameter_rows import ParameterRows
 from rankless.extensions.servers.training.parameter_states import ParameterStates, list_state_keys, read_states
 from rankless.extensions.servers.training.replicated_table import Gather
-from rankless.ownership.tensor_in_checkpoint import UnreadTensor
+from rankless.ownership.unread_tensor import UnreadTensor
 
 
 class ServedRows:

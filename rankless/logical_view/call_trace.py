@@ -58,7 +58,7 @@ class TraceState(threading.local):
 TRACE_STATE = TraceState()
 
 OF_CALLS = DECOMPOSITIONS | get_decompositions([torch.ops.aten._euclidean_dist])
-"""How calls are decomposed. Distances between more than 25 rows are an operator of their own, as of matrix products."""
+"""How calls are decomposed. Distances between more than 25 rows are an operator without a rule: it becomes products."""
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 

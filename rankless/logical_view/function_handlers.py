@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from rankless.logical.call_observers import READ, MoveReason, send_call
-from rankless.logical.redistribution import find_gradient_placement, move_with_gradient
-from rankless.logical.tensor import (
+from rankless.logical_view.call_observers import READ, MoveReason, send_call
+from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
+from rankless.logical_view.tensor import (
     HANDLERS,
     IN_TRANSFORM,
     DividedTensor,

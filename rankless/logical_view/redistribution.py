@@ -9,7 +9,7 @@ from torch import Tensor
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.lowering.lower import move_locally
 from rankless.compiler.sharding.redistribute import Redistribution, needs_whole
-from rankless.logical.call_observers import OBSERVERS, send_move
+from rankless.logical_view.call_observers import OBSERVERS, send_move
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 

@@ -33,8 +33,8 @@ from rankless.compiler.tracing.symbolic_sizes import (
     format_expression,
     is_symbolic,
 )
-from rankless.logical.call_observers import CallKind, find_origin, send_call, send_records
-from rankless.logical.call_plan import (
+from rankless.logical_view.call_observers import CallKind, find_origin, send_call, send_records
+from rankless.logical_view.call_plan import (
     CallPlan,
     CannotDivide,
     LogicalCall,
@@ -45,8 +45,8 @@ from rankless.logical.call_plan import (
     make_plan,
     propagate,
 )
-from rankless.logical.call_trace import TensorKind
-from rankless.logical.second_gradients import GradientCall
+from rankless.logical_view.call_trace import TensorKind
+from rankless.logical_view.second_gradients import GradientCall
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.records.encoding import encode_msgpack

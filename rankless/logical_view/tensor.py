@@ -18,14 +18,14 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from rankless.compiler.ir.memory_order import find_memory_order
-from rankless.logical.agreement import RankAgreement
-from rankless.logical.call_observers import OBSERVERS, READ, MoveReason, name_function, send_call
-from rankless.logical.call_plan import OF_PART, CallPlan, LogicalCall
-from rankless.logical.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
-from rankless.logical.gathered_values import GatheredWhole, GatheredWholes, get_version
-from rankless.logical.gradient_shards import GradientShards
-from rankless.logical.plan_cache import ObservedPlans, PlanCache
-from rankless.logical.redistribution import find_gradient_placement, move_with_gradient
+from rankless.logical_view.agreement import RankAgreement
+from rankless.logical_view.call_observers import OBSERVERS, READ, MoveReason, name_function, send_call
+from rankless.logical_view.call_plan import OF_PART, CallPlan, LogicalCall
+from rankless.logical_view.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
+from rankless.logical_view.gathered_values import GatheredWhole, GatheredWholes, get_version
+from rankless.logical_view.gradient_shards import GradientShards
+from rankless.logical_view.plan_cache import ObservedPlans, PlanCache
+from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
 from rankless.ownership.partitioned_tensor import CallsWithWholes, call_with_wholes
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum
-from rankless.logical.call_observers import READ, REASONS, MoveReason
-from rankless.logical.redistribution import move, move_with_gradient
+from rankless.logical_view.call_observers import READ, REASONS, MoveReason
+from rankless.logical_view.redistribution import move, move_with_gradient
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Placement, Replicate
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from rankless.collectives.mesh_collectives import await_end, start_all_reduce, start_reduce_scatter
 from rankless.compiler.scheduling.gradient_buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from rankless.compiler.sharding.redistribute import Redistribution
-from rankless.logical.call_observers import OBSERVERS, send_move
-from rankless.logical.gradient_shards import GradientShards, add_to_shard
-from rankless.logical.redistribution import move, move_with_gradient
+from rankless.logical_view.call_observers import OBSERVERS, send_move
+from rankless.logical_view.gradient_shards import GradientShards, add_to_shard
+from rankless.logical_view.redistribution import move, move_with_gradient
 from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard
 

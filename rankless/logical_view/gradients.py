@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
-from rankless.logical.call_observers import MoveReason
-from rankless.logical.call_trace import TRACE_STATE
-from rankless.logical.function_handlers import (
+from rankless.logical_view.call_observers import MoveReason
+from rankless.logical_view.call_trace import TRACE_STATE
+from rankless.logical_view.function_handlers import (
     REGISTER_HOOK,
     find_part,
     make_parameter,
@@ -33,9 +33,9 @@ from rankless.logical.function_handlers import (
     take_whole_values,
     wrap_gradient,
 )
-from rankless.logical.gradient_sums import POST_HOOK, GradientPass, find_leaves
-from rankless.logical.redistribution import find_gradient_placement, move_with_gradient
-from rankless.logical.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
+from rankless.logical_view.gradient_sums import POST_HOOK, GradientPass, find_leaves
+from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
+from rankless.logical_view.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 from rankless.user_code import caller_line
 
