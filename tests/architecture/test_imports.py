@@ -184,3 +184,25 @@ def test_the_first_use_of_rankless_does_not_move_the_random_generators():
     """A library that it imports draws a number from Python's `random` while it is imported."""
     done = subprocess.run([sys.executable, "-c", FIRST_USE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+IMPORT_IN_TEXT = re.compile(r"^\s*from (rankless(?:\.\w+)+) import (\w+(?:, \w+)*)$", re.M)
+
+
+def test_scripts_within_tests_import_what_there_is():
+    """Tests of the soak hold scripts as text. No type checker reads them, and CI does not run them all."""
+    found = [
+        (file, *match.groups())
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        for match in IMPORT_IN_TEXT.finditer(file.read_text())
+    ]
+    assert len(found) > 1000
+    for file, module, names in found:
+        package = ROOT.joinpath(*module.split("."))
+        text = next(
+            (each.read_text() for each in (package.with_suffix(".py"), package / "__init__.py") if each.exists()), None
+        )
+        assert text is not None, f"{file} imports {module}"
+        for name in names.split(", "):
+            there = (package / f"{name}.py").exists() or (package / name).is_dir()
+            assert there or re.search(rf"\b{name}\b", text), f"{file} imports {name} from {module}"

@@ -44,7 +44,7 @@ import atexit, sys, threading, time
 import imported
 from held import hold
 import torch, torch.distributed as dist, rankless
-from rankless.checkpoint import background_write
+from rankless.checkpoint import saving
 
 class Data(torch.utils.data.Dataset):
     def __len__(self):
@@ -85,7 +85,7 @@ def main():
     rankless.save("checkpoint", state=State())
     rankless.once(hold, "once")
     if sys.argv[1] == "end":
-        background_write.WriteTask.run = lambda task: hold("end")
+        saving.WriteTask.run = lambda task: hold("end")
         rankless.save("later", model=model, background=True)
     atexit.register(hold, "teardown")
 
