@@ -19,6 +19,7 @@ from support.jobs import wait_until
 import rankless
 import rankless.collectives as collectives
 from rankless.errors import ConfigError, LaunchError
+from rankless.launch.spawn_function import pickle_call
 
 pytestmark = pytest.mark.slow
 
@@ -48,6 +49,13 @@ def fails(rank: int) -> None:
     if rank == 1:
         raise KeyError("no such column")
     signal.pause()
+
+
+def test_a_function_of_a_script_may_name_the_package():
+    script: dict[str, Any] = {"rankless": rankless, "__name__": "__main__"}
+    exec("def function(): return rankless.rank()", script)
+    sent, _ = pickle_call(script["function"], ())
+    assert b"rankless" in sent
 
 
 def test_what_a_worker_raises_is_raised_with_its_rank_and_traceback_and_the_others_end():
