@@ -263,6 +263,7 @@ print(peak() - before, float(model[7].weight.sum()))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_deferred_model_takes_the_memory_of_one_tensor():
     """640 MB of parameters, each of 16 MB."""
     done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True)

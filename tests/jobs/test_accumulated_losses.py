@@ -53,8 +53,8 @@ FROM_TORCH += [Case(name, "batchmean") for name in FUNCTIONS if name.startswith(
 FROM_SCRIPTS = [Case(loss.__name__) for losses in WRITTEN.values() for loss in losses]
 
 
-@pytest.mark.ci_sample(2)
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.ci_sample(1)
+@pytest.mark.parametrize("workers", [2, 1])
 @pytest.mark.parametrize("case", FROM_TORCH, ids=repr)
 def test_losses_of_torch_accumulate_over_calls(case, workers):
     assert_accumulated(case, workers, torch.float64, GROUPS)

@@ -26,8 +26,7 @@ RUN_WHOLE = {
     "word_language_lstm": "has no loader: the script cuts its batches itself",
 }
 """The scripts whose work is not divided. Every rank computes all of it."""
-IN_CI = ("digits_cnn", "wgan_gp")
-"""`early_stopping_resume` runs with sharded optimizers: see `test_sharded_optimizers`."""
+IN_CI = ("digits_cnn",)
 CASES = [
     pytest.param(name, workers, marks=() if name in IN_CI and workers == 2 else pytest.mark.exhaustive)
     for workers in (2, 3)

@@ -31,18 +31,11 @@ pytestmark = pytest.mark.slow
 
 TENSORS = (Tensor, nn.Parameter, PartitionedTensor)
 LEVELS: tuple[ZeroLevel, ...] = ("optimizer", "gradients")
-IN_CI = {("early_stopping_resume", "gradients", 2)}
 PARTS = 6
 """Loops that take longer than a minute together return nothing in time on a loaded machine."""
 CASES = [
     pytest.param(*case, marks=() if case[:2] == ("gradients", 2) and case[2] % 2 == 0 else pytest.mark.exhaustive)
     for case in product(LEVELS, (2, 3), range(PARTS))
-]
-
-RUNS = [
-    pytest.param(name, level, workers, marks=() if case in IN_CI else pytest.mark.exhaustive)
-    for case in product(SCRIPTS, LEVELS, (2, 3))
-    for name, level, workers in [case]
 ]
 
 
@@ -157,7 +150,8 @@ def test_what_cannot_be_sharded_stays_whole_with_a_notice() -> None:
         assert [name for name in names if name] == ["Doubled", "Lion"]
 
 
-@pytest.mark.parametrize(("name", "level", "workers"), RUNS)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("name", "level", "workers"), product(SCRIPTS, LEVELS, (2, 3)))
 def test_a_plain_script_trains_as_on_one_device(name: str, level: ZeroLevel, workers: int, tmp_path: Path) -> None:
     script, one, several = FOLDER / f"{name}.py", tmp_path / "one", tmp_path / "several"
     one.mkdir(), several.mkdir()
@@ -241,6 +235,7 @@ def test_a_script_asks_for_it_in_code(tmp_path: Path) -> None:
     assert alone.stdout.split()[0] == "Tensor", alone.stderr
 
 
+@pytest.mark.exhaustive
 def test_verify_checks_it(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(RESUMED)
     options = ("-n", "2", "--zero", "gradients", "--devices", "cpu", "--seed", "1")

@@ -117,7 +117,11 @@ def run_logical(text: str, folder: Path, *options: str, workers: str = "2") -> s
     return run_script(text, "-n", workers, "--devices", "cpu", "--logical", *options, folder=folder)
 
 
-@pytest.mark.parametrize(("options", "workers"), [((), "3"), (("--no-warm",), "2")], ids=["warm", "plain"])
+@pytest.mark.parametrize(
+    ("options", "workers"),
+    [((), "3"), pytest.param(("--no-warm",), "2", marks=pytest.mark.exhaustive)],
+    ids=["warm", "plain"],
+)
 def test_a_plain_script_is_one_training_and_its_user_reads_so(options: tuple[str, ...], workers: str, tmp_path: Path):
     job = run_script(TRAINING, "-n", workers, "--devices", "cpu", *options, folder=tmp_path)
     assert job.returncode == 0, job.stderr

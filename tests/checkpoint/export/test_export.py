@@ -159,7 +159,7 @@ def run_limited(code, *arguments, **options):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path):
     model = nn.ModuleDict({"dense": nn.Linear(4096, 8192), "table": Embedding(64, seed=1)})
     optimizer = torch.optim.Adagrad(model["table"].parameters(), 0.1)

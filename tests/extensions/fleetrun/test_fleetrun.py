@@ -167,10 +167,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 WAYS = [
     pytest.param("--ips={0},{1}", id="listed, the token comes by ssh"),
-    pytest.param("--nnodes=2 --master={0}:9944 --insecure", id="numbered", marks=pytest.mark.exhaustive),
+    pytest.param("--nnodes=2 --master={0}:9944 --insecure", id="numbered"),
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_the_same_command_on_two_hosts_is_one_training(way: str, hosts: Hosts, tmp_path: Path):
     options = way.format(*hosts.addresses).split()
