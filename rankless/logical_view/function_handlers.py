@@ -274,11 +274,32 @@ def index(tensor: Tensor, key: Any) -> Tensor:
     """Return elements; chosen rows, for example in a random order, are divided again."""
     key = make_index(key, tensor)
     rows, *others = key if isinstance(key, tuple) and key else (key,)
-    chooses = isinstance(rows, Tensor) and rows.dim() == 1 and rows.dtype == torch.int64
-    if chooses and is_divided(tensor, 0) and not is_transformed() and all(isinstance(item, slice) for item in others):
-        return divide_again(take_whole(tensor, CHOSEN)[(take_whole(rows, CHOSEN), *others)], 0, tensor.ranks)
+    if is_positions(rows) and is_divided(tensor, 0) and not is_transformed():
+        if all(isinstance(item, slice) for item in others):
+            return divide_again(take_whole(tensor, CHOSEN)[(take_whole(rows, CHOSEN), *others)], 0, tensor.ranks)
+        count = len(tensor)
+        if [is_positions(item) and len(item) == count for item in others] == [True]:
+            numbers = torch.arange(count, device=rows.device)
+            if not isinstance(rows, DividedTensor) and torch.equal(rows, numbers):
+                return choose_in_rows(tensor, others[0])
     found: Tensor = call(Tensor.__getitem__, (tensor, key), {})
     return found
+
+
+def is_positions(item: Any) -> TypeGuard[Tensor]:
+    """Return whether a part of an index is a list of positions."""
+    return isinstance(item, Tensor) and item.dim() == 1 and item.dtype == torch.int64
+
+
+def choose_in_rows(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Return `tensor[arange(len(tensor)), positions]`, as the values of chosen actions or the last states of sequences.
+
+    Each row chooses for itself, so nothing moves; in an index the rows could be any.
+    """
+    with torch._C._EnableTorchFunction():
+        positions = torch.where(positions < 0, positions + tensor.shape[1], positions)
+        places = positions.reshape(-1, *[1] * (tensor.dim() - 1)).expand(-1, 1, *tensor.shape[2:])
+        return tensor.gather(1, places).squeeze(1)
 
 
 @handles(Tensor.__setitem__)

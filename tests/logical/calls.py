@@ -88,7 +88,11 @@ INDEXING: dict[str, Call] = {
         *(t[:, [4, 0]], t[:, range(3, 0, -1)], t[:, numpy.array([[1], [2]])], t[:, numpy.int64(2)], t[:, [-1]]),
         *(t[[6, 0, 0, 5, 1, 2, 3]], t[[True, False] * 3 + [True]], t[range(7), LABELS], t[[], 1:]),
     ),
-    "one of each row": lambda t: t[torch.arange(7), LABELS],
+    "one of each row": lambda t: (
+        *(t[torch.arange(7), LABELS], t[range(7), t.detach().argmax(1)], t[torch.arange(7), LABELS - 5]),
+        *(t.view(7, 5, 1).expand(-1, -1, 2)[torch.arange(7), LABELS], t[torch.arange(7).flip(0), LABELS]),
+        *(t[torch.arange(7), torch.tensor([-1])], t[:5][torch.arange(5), LABELS[:5]], t[torch.arange(7), LABELS, None]),
+    ),
     "where": lambda t: torch.where(t.detach() > 0, t, t * 0.1),
     "nonzero": lambda t: (t.detach() > 3).nonzero(),
     "one hot": lambda t: F.one_hot(LABELS, 5) * t,

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.logical_view import function_handlers  # noqa: F401  # registers what tensors answer
 from rankless.logical_view.gradients import LogicalBackward
-from rankless.logical_view.tensor import LogicalView
+from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
 
 pytestmark = pytest.mark.slow
@@ -134,6 +134,7 @@ def list_notices(mesh: Mesh) -> list[str]:
     view = LogicalView(mesh, notices.append)
     with LogicalBackward(view).install():
         batch = divide(make_batch(), view)
+        assert type(batch[torch.arange(7), batch.argmax(1)]) is type(batch[range(7), [-1] * 7]) is DividedTensor
         assert batch[:, [0, -1]].shape == batch[:, range(2)].shape == batch[:, numpy.array([1, 3])].shape
         batch[:, 0] = 1.0
         batch[:, [1, 2]] = 2
