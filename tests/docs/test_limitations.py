@@ -84,6 +84,9 @@ SHOWN_BY = {
     ),
     "The script's own": "::test_what_the_logical_view_does_not_divide",
     "A notice names each line": "::test_what_the_logical_view_does_not_divide",
+    "`rankless verify` runs": (
+        "logical/test_verified_scripts.py::test_a_script_that_resumes_from_its_own_checkpoint_is_not_decided"
+    ),
     "Slices of rows": "::test_slices_of_rows_are_whole_and_chosen_rows_are_divided",
     "Rows chosen by": "::test_slices_of_rows_are_whole_and_chosen_rows_are_divided",
     "Every rank reads": "::test_loaders_whose_batches_every_rank_reads_whole",

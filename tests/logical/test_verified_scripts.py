@@ -1,4 +1,7 @@
-"""`rankless verify` calls each plain script, as its user typed it, the same training on several workers."""
+"""`rankless verify` calls each plain script, as its user typed it, the same training on several workers.
+
+It runs a script several times in one folder. So it cannot decide about one that resumes from its own checkpoint.
+"""
 
 from pathlib import Path
 
@@ -8,9 +11,17 @@ from support.warm_runs import rankless
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
 
+RESUMES = "early_stopping_resume"
+
+
+def test_a_script_that_resumes_from_its_own_checkpoint_is_not_decided(tmp_path: Path) -> None:
+    found = rankless("verify", "-n", "2", "--devices", "cpu", str(FOLDER / f"{RESUMES}.py"), folder=tmp_path)
+    assert found.returncode == 3, found.stdout + found.stderr
+    assert "next: seed all random generators of the script, and read no file that an earlier run wrote" in found.stdout
+
 
 @pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != RESUMES])
 def test_verify_calls_a_plain_script_the_same_training(name: str, workers: int, tmp_path: Path) -> None:
     found = rankless("verify", "-n", str(workers), "--devices", "cpu", str(FOLDER / f"{name}.py"), folder=tmp_path)
     assert found.returncode == 0, found.stdout + found.stderr
