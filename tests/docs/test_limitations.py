@@ -87,6 +87,9 @@ SHOWN_BY = {
     "`rankless verify` runs": (
         "logical/test_verified_scripts.py::test_a_script_that_resumes_from_its_own_checkpoint_is_not_decided"
     ),
+    "It refuses a script that": (
+        "logical/test_verified_scripts.py::test_a_script_that_changes_its_parameters_by_hand_is_refused"
+    ),
     "Slices of rows": "::test_slices_of_rows_are_whole_and_chosen_rows_are_divided",
     "Rows chosen by": "::test_slices_of_rows_are_whole_and_chosen_rows_are_divided",
     "Every rank reads": "::test_loaders_whose_batches_every_rank_reads_whole",

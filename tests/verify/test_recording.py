@@ -149,6 +149,14 @@ def test_parameters_are_perturbed_inside_and_restored_after():
     assert model.weight.grad is not None
 
 
+def test_a_parameter_of_two_models_is_restored_too():
+    weight = nn.Parameter(torch.randn(50))
+    before = weight.detach().clone()
+    with perturbed_parameters([weight, weight], torch.Generator().manual_seed(0)):
+        assert not torch.equal(weight, before)
+    assert torch.equal(weight, before)
+
+
 def test_two_models_of_one_name_are_recorded_separately(tmp_path):
     recorder = RunRecorder(str(tmp_path), 0)
     recorder.register("model", nn.Linear(1, 1))
