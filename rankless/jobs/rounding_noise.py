@@ -51,7 +51,7 @@ def perturbed_parameters(parameters: Iterable[Tensor], generator: torch.Generato
         yield
     finally:
         with torch.no_grad():
-            for parameter, original, perturbed in reversed(saved):  # one of two models is there twice
+            for parameter, original, perturbed in reversed(saved):  # a parameter of two models is there twice
                 if parameter.shape == perturbed.shape:
                     with _unsafe_preserve_version_counter(parameter):
                         parameter.copy_(torch.where(parameter == perturbed, original, parameter))

@@ -470,11 +470,12 @@ class ProgramParts:
     def is_pointwise(self) -> bool:
         """Whether each element of the results depends on the elements in its place alone.
 
-        A move between placements is no pointwise operator, so the rules have then changed none.
+        A move between placements is no pointwise operator, so the rules have then changed none. Without an operator the
+        function returns its argument, which it may do for the whole shape alone, as `x.sum_to_size(7, 5)`.
         """
-        return not any(isinstance(item, Partial) for item in (*self.lowered.given, *self.lowered.placements)) and all(
-            torch.Tag.pointwise in getattr(node.target, "tags", ()) for node in self.forward
-        )
+        is_of_rows = not any(isinstance(item, Partial) for item in (*self.lowered.given, *self.lowered.placements))
+        tags = [getattr(node.target, "tags", ()) for node in self.forward]
+        return is_of_rows and bool(tags) and all(torch.Tag.pointwise in each for each in tags)
 
     def describe_forward(self) -> list[str]:
         """Return the operators of the forward pass as text, without the names of values."""

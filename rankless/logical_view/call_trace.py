@@ -57,8 +57,8 @@ class TraceState(threading.local):
 
 TRACE_STATE = TraceState()
 
-OF_CALLS = DECOMPOSITIONS | get_decompositions([torch.ops.aten._euclidean_dist])
-"""How calls are decomposed. Distances between more than 25 rows are an operator without a rule: it becomes products."""
+CALL_DECOMPOSITIONS = DECOMPOSITIONS | get_decompositions([torch.ops.aten._euclidean_dist])
+"""How operators are decomposed. That of distances between more than 25 rows has no rule: it becomes matrix products."""
 
 NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
@@ -289,7 +289,7 @@ def trace_call(
             torch._C.DisableTorchFunctionSubclass(),
         ):
             given = (*inputs, *arguments.symbols)
-            joint = aot_export_joint_with_descriptors(stack, module, given, decompositions=OF_CALLS)
+            joint = aot_export_joint_with_descriptors(stack, module, given, decompositions=CALL_DECOMPOSITIONS)
         return make_program(joint.graph_module, module, len(inputs))
 
 

@@ -294,7 +294,7 @@ def is_positions(item: Any) -> TypeGuard[Tensor]:
 def choose_in_rows(tensor: Tensor, positions: Tensor) -> Tensor:
     """Return `tensor[arange(len(tensor)), positions]`, as the values of chosen actions or the last states of sequences.
 
-    Each row chooses for itself, so nothing moves; in an index the rows could be any.
+    `gather` chooses within each row, so no row moves between ranks. The rows of an index could be any rows.
     """
     with torch._C._EnableTorchFunction():
         positions = torch.where(positions < 0, positions + tensor.shape[1], positions)

@@ -119,6 +119,10 @@ SHAPES: dict[str, Call] = {
     "split": lambda t: (t.split([2, 3], 1), torch.hsplit(t, [2]), [chunk.sum() for chunk in t.chunk(3)]),
     "cat": lambda t: (torch.cat([t, t], 1), torch.cat([t, t], 0).mean(0), torch.vstack([t, torch.ones(1, 5)])),
     "meshgrid": lambda t: torch.meshgrid(t[:, 0], t[0], indexing="ij"),
+    "the same shape": lambda t: (
+        *(t.sum_to_size(7, 5), t.view(7, 5), t.reshape(7, 5), t.expand(7, 5), t.squeeze(), t.view_as(torch.ones(7, 5))),
+        *(t.broadcast_to((7, 5)), t.expand_as(torch.ones(7, 5)), t.unflatten(0, (7,)), t[:2].clone().squeeze(0)),
+    ),
     "reshape across rows": lambda t: (t.reshape(5, 7), t.view(35) * torch.arange(35.0)),
     "flatten and back": lambda t: t.flatten(0).view(7, 5).mean(1),
     "insert and remove": lambda t: t.unsqueeze(0).transpose(0, 1).squeeze(1),
