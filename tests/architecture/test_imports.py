@@ -206,3 +206,19 @@ def test_scripts_within_tests_import_what_there_is():
         for name in names.split(", "):
             there = (package / f"{name}.py").exists() or (package / name).is_dir()
             assert there or re.search(rf"\b{name}\b", text), f"{file} imports {name} from {module}"
+
+
+PATH_FROM_TEST = re.compile(r'Path\(__file__\)(?:\.resolve\(\))?\.parents\[(\d)\]((?: / "[^"]+")*)')
+
+
+def test_paths_from_test_files_lead_to_what_there_is():
+    """A test that has moved to another folder counts its parents anew. Those of the soak would fail there alone."""
+    found = [
+        (file, file.parents[int(level)].joinpath(*re.findall('"([^"]+)"', rest)))
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+        for level, rest in PATH_FROM_TEST.findall(file.read_text())
+    ]
+    assert len(found) > 15
+    for file, path in found:
+        assert path.exists(), f"{file} names {path}"
+        assert path != ROOT / "tests" or file.parent.parent == path, f"{file} names tests as the root"

@@ -195,7 +195,7 @@ def save_new(path, _objects, *, mesh, **options):
     save_model(mesh, path, 2.0, SaveOptions(**options))
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "killed_rank"), [("whole", 0), ("whole", 1), ("sharded", 0), ("sharded", 1)])
 def test_a_kill_during_a_save_of_pieces_leaves_the_old_or_the_new_checkpoint(tmp_path, layout, killed_rank):

@@ -54,6 +54,7 @@ def load_trained(mesh, path):
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize(("ranks", "layout"), [(1, "sharded"), (2, "whole"), (2, "sharded"), (3, "sharded")])
+@pytest.mark.ci_sample(3)
 def test_any_number_of_ranks_loads_what_any_number_has_saved(tmp_path, ranks, layout, background):
     path = tmp_path / "c"
     arguments = (path, layout, background)

@@ -51,6 +51,7 @@ def add_bytes(items: list[dict[str, Any]]) -> int:
     return sum(item["bytes"] * item.get("count", 1) for item in items)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_residual_network_moves_gradients_and_statistics(tmp_path: Path) -> None:
     step, shown = plan(SCRIPTS / "resnet_amp.py", tmp_path)

@@ -31,7 +31,7 @@ if not GPUS:
     WITH_NCCL = [pytest.param("all cases", False, marks=pytest.mark.skip(reason=why))]
 
 
-@pytest.mark.ci_sample(41)
+@pytest.mark.ci_sample(14)
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("whole", [True, False], ids=["all ranks", "a group"])
 @pytest.mark.parametrize(("case", "asynchronous"), WAYS)
@@ -47,7 +47,7 @@ def test_a_collective_gives_the_same_with_nccl(case: str, asynchronous: bool, wh
     require_expected(case, answers, SHAPES, "nccl")
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "send batch"])
 @settings(max_examples=10, deadline=None)
 @given(shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3))

@@ -103,6 +103,7 @@ def shift_along_axis(mesh, dtype):
     "shift", [shift_round, pytest.param(shift_in_shared_memory, marks=NEEDS_SHARED_GROUPS), shift_between_hosts]
 )
 @pytest.mark.parametrize("size", LENGTHS)
+@pytest.mark.ci_sample(12)
 def test_a_tensor_travels_around_a_ring_and_comes_home(shift, size, dtype):
     for rank, found in enumerate(on_mesh(size, shift, dtype)):
         for hop, value in enumerate(found, start=1):

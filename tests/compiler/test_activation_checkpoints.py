@@ -71,7 +71,7 @@ FORMS = {
 }
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")

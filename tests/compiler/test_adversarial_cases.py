@@ -65,7 +65,7 @@ def _restore_random_state():
         yield
 
 
-@pytest.mark.ci_sample(15)
+@pytest.mark.ci_sample(7)
 @pytest.mark.parametrize("case", SUPPORTED, ids=str)
 def test_the_captured_job_equals_the_plain_script(case: AdversarialCase):
     expected = run_plain(case)
@@ -80,7 +80,7 @@ def test_the_job_is_refused_with_the_cause_and_the_line(case: AdversarialCase):
     assert raised.value.where == case.line()
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in SUPPORTED if str(case) not in ROUNDED_PER_RANK], ids=str)
 def test_on_two_workers_every_rank_equals_the_plain_script(case: AdversarialCase):
@@ -91,6 +91,7 @@ def test_on_two_workers_every_rank_equals_the_plain_script(case: AdversarialCase
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED[::4], ids=str)
+@pytest.mark.ci_sample(4)
 def test_on_two_workers_a_job_that_is_no_program_trains_as_the_plain_script(case: AdversarialCase):
     if str(case) in REFUSED_ON_ONE_DEVICE:
         with pytest.raises(CaptureError) as raised:

@@ -80,6 +80,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.ci_sample(1)
 def test_an_attention_layer_is_exact_and_gathers_nothing(name: str, ranks: int) -> None:
     make, call = LAYERS[name]
     model = make()

@@ -95,7 +95,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.ci_sample(25)
+@pytest.mark.ci_sample(8)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", DRAWS)
 def test_ranks_draw_the_numbers_of_one_device(name, ranks):
@@ -112,7 +112,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.ci_sample(13)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_numbers_depend_on_the_logical_place_and_not_on_memory(name, dtype):
@@ -153,6 +153,7 @@ def test_each_rank_draws_only_its_elements(ranks, monkeypatch):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("kind", ["attention", "lstm", "encoder"])
+@pytest.mark.ci_sample(2)
 def test_layers_with_dropout_inside_are_those_of_one_device(kind, ranks):
     torch.manual_seed(0)
     if kind == "attention":

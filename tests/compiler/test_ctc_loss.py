@@ -30,7 +30,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("kind", LENGTHS)
 def test_lengths_of_every_kind_are_exact_and_split(kind: str, reduction: str):

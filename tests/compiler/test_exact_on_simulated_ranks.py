@@ -69,7 +69,7 @@ def words():
     return loss, {"model": model}, lambda rows: [torch.randint(0, 9, (rows, 4))]
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [encoder, pictures, words])
 @pytest.mark.parametrize("rows", [2, 3, 5, 8, 13])
@@ -144,7 +144,7 @@ def write_slices(value):
     return value
 
 
-@pytest.mark.ci_sample(12)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("name", JOBS)
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.exhaustive), 7])
 def test_a_job_is_exact_whatever_it_does_with_its_batch(name, ranks):
@@ -161,7 +161,7 @@ def parametrize_linear(parametrization):
     return lambda: parametrization(nn.Linear(6, 6))
 
 
-@pytest.mark.ci_sample(13)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize(
     "build",
     [

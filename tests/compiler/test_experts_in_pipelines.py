@@ -118,6 +118,7 @@ def astuple(options):
     return options.get("schedule", "1f1b"), options.get("zero"), options.get("clip_norm")
 
 
+@pytest.mark.exhaustive
 def test_samples_move_in_each_microbatch_and_stages_gather_only_their_arguments():
     for rank, (_, (moves,)) in enumerate(on_mesh(4, train, EXPERTS_IN_STAGES, 12)):
         assert not [value for kind, value, _ in moves if kind == "all_gather" and value.endswith((".up", ".down"))]
@@ -135,6 +136,7 @@ def train_with_slots_of_the_batch(mesh):
     job(*arguments)
 
 
+@pytest.mark.exhaustive
 def test_slots_of_the_whole_batch_are_refused_by_name():
     with pytest.raises(CaptureError, match=r"cumsum of model.mixture \(Switch\), which needs the whole batch"):
         on_mesh(4, train_with_slots_of_the_batch)

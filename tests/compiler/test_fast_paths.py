@@ -108,7 +108,7 @@ def _ignore_warnings_of_nested_tensors():
         yield
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_predicting_job_takes_the_path_of_a_plain_run(form: str):
     build, call = FORMS[form]
@@ -120,6 +120,7 @@ def test_a_predicting_job_takes_the_path_of_a_plain_run(form: str):
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "without gradients"])
 @pytest.mark.parametrize("form", ["encoder, padding", "layer, an additive mask", "attention, padding"])
+@pytest.mark.ci_sample(2)
 def test_a_teacher_in_a_training_job_takes_the_path_of_a_plain_run(form: str, frozen: bool):
     build, call = FORMS[form]
     teacher, student = build().double().eval(), nn.Linear(WIDTH, WIDTH).double()

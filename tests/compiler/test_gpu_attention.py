@@ -112,6 +112,7 @@ CALLS = {
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.ci_sample(3)
 def test_the_kernels_of_a_gpu_get_the_arguments_that_they_take(name, is_causal, ranks):
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)]).double()

@@ -108,7 +108,7 @@ KEPT = {
 }
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("form", KEPT)
 def test_a_tensor_made_of_constants_is_kept_as_in_a_plain_run(form: str):
     torch.manual_seed(0)

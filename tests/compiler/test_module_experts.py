@@ -33,7 +33,7 @@ def divide(model, rows=4, ranks=2):
     return ExpertDivider(program, ranks, {}).divide(fills=True)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", LOOPS)
 def test_each_expert_is_on_one_rank_and_the_training_is_the_same(form, mesh):
@@ -48,7 +48,7 @@ def test_each_expert_is_on_one_rank_and_the_training_is_the_same(form, mesh):
     assert not [item for item in outcome.local.collectives if item.value in states]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", ["loop with dropout", "slots and a loop", "two gates"])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_batch_that_workers_cannot_share_equally(form, rows):
@@ -87,6 +87,7 @@ def test_slots_go_to_the_experts_of_all_ranks_by_one_exchange():
 
 
 @pytest.mark.parametrize("form", ["loop", "slots and a loop", "loop with gated experts"])
+@pytest.mark.ci_sample(1)
 def test_no_rank_waits_for_the_expert_of_another(form):
     """Between the first and the last product of an expert, in each pass, nothing is exchanged."""
     function, modules, arguments = make_mixture(form)
@@ -172,6 +173,7 @@ class Different(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Residual, Heads, Fused, Losses, Different])
+@pytest.mark.ci_sample(2)
 def test_modules_that_are_no_experts(make):
     assert divide(make()) == {}
 

@@ -75,7 +75,7 @@ def check(form, sizes, rows, *options):
 SMALL = {"pipeline": 2, "expert": 2}
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "form",
     [

@@ -38,6 +38,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS_IN_CI)
+@pytest.mark.ci_sample(2)
 def test_a_few_cases_of_an_operator_are_right(variant: str):
     cases = list(cases_of(variant))
     chosen = random.Random(variant).sample(cases, min(CASES_IN_CI, len(cases)))
@@ -80,6 +81,7 @@ def sample(variant: str, describe: str) -> DatabaseCase:
         ("linalg.solve", "float64[2, 2, 5, 5], float64[2, 2, 5, 3]", (2, None), False),
     ],
 )
+@pytest.mark.ci_sample(3)
 def test_brute_force_decides_what_can_be_split(variant, arguments, dims, expected):
     assert can_be_split(sample(variant, arguments), Split(dims)) is expected
 
@@ -103,6 +105,7 @@ def test_brute_force_decides_what_can_be_split(variant, arguments, dims, expecte
         ("pca_lowrank", "float32, contiguous, backward, sample 1", {"split"}),
     ],
 )
+@pytest.mark.ci_sample(4)
 def test_cases_that_the_soak_found_are_right(variant: str, described: str, kinds: set[str]):
     case = next(case for case in cases_of(variant) if str(case).startswith(f"{variant}, {described}:"))
     found = score(variant, [case])

@@ -40,14 +40,14 @@ def check_case(name: str, ranks: int) -> Outcome:
     return check_function(CASES[name], ranks)
 
 
-@pytest.mark.ci_sample(30)
+@pytest.mark.ci_sample(10)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("ranks", [3, 4, *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in (2, 7))])
 def test_an_operator_on_shards_has_the_values_and_gradients_of_one_device(name, ranks):
     check_case(name, ranks)
 
 
-@pytest.mark.ci_sample(10)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.splits])
 def test_an_operator_that_can_be_split_is_split(name):
     outcome = check_case(name, 3)
@@ -56,7 +56,7 @@ def test_an_operator_that_can_be_split_is_split(name):
     assert [(record.reason, record.line) for record in moves] == []
 
 
-@pytest.mark.ci_sample(15)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.splits and name not in NEEDS_ROWS])
 def test_an_operator_is_exact_where_a_rank_has_no_rows(name):
     check_function(CASES[name], 3, rows=2)

@@ -34,6 +34,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS_IN_CI)
+@pytest.mark.ci_sample(2)
 def test_a_few_cases_of_an_operator_are_right_on_two_axes(variant: str):
     assert_right(variant, CASES_IN_CI)
 

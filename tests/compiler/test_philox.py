@@ -118,7 +118,7 @@ CONTINUOUS: dict[str, tuple[str, tuple[float, ...], Callable[..., float]]] = {
 }
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CONTINUOUS)
 def test_continuous_numbers_have_their_distribution(name, dtype):

@@ -15,6 +15,7 @@ WORKERS, MICROBATCHES = 3, 6
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero-bubble"])
+@pytest.mark.ci_sample(2)
 def test_a_worker_keeps_the_activations_of_as_many_microbatches_as_its_schedule_says(schedule):
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(6)])

@@ -60,7 +60,7 @@ def _float64() -> Any:
     torch.set_default_dtype(before)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
 def test_a_pipeline_trains_as_plain_pytorch_does(make: Callable[[], Case]) -> None:
     for options in FEW if make is make_gpt else ALL[:1] + ALL[2:3]:
@@ -68,12 +68,13 @@ def test_a_pipeline_trains_as_plain_pytorch_does(make: Callable[[], Case]) -> No
 
 
 @pytest.mark.parametrize("options", ALL, ids=str)
+@pytest.mark.ci_sample(2)
 def test_every_schedule_gives_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options)
     assert_same_as_plain(make_results(), options, trains=False)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("options", KINDS, ids=str)
 @pytest.mark.parametrize("make", PLAIN + LAYOUTS, ids=lambda make: make.__name__)
 def test_workers_of_a_stage_that_take_turns_give_the_same(make: Callable[[], Case], options: Mapping[str, Any]) -> None:
@@ -81,6 +82,7 @@ def test_workers_of_a_stage_that_take_turns_give_the_same(make: Callable[[], Cas
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
+@pytest.mark.ci_sample(2)
 def test_workers_that_take_turns_predict_the_same(options: Mapping[str, Any]) -> None:
     assert_same_as_plain(make_results(), options, trains=False)
 
@@ -111,7 +113,7 @@ def draw_per_sample(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model[2:](model[0](x) * torch.rand(x.shape[0], 1)) * torch.rand(4), y)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("job", [mix, drop, mask], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("options", ALL[:3] + KINDS[:2], ids=str)
 def test_a_pipeline_draws_the_numbers_of_one_device(job: Job, options: Mapping[str, Any]) -> None:
@@ -131,7 +133,7 @@ def train_with_checkpoints(model: nn.Sequential, x: Tensor, y: Tensor) -> Tensor
     return F.cross_entropy(model[3](x), y)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("counter", [False, True])
 @pytest.mark.parametrize("options", ALL[:1] + ALL[2:], ids=str)
 def test_a_pipeline_recomputes_checkpoints(options: Mapping[str, Any], counter: bool) -> None:
@@ -140,6 +142,7 @@ def test_a_pipeline_recomputes_checkpoints(options: Mapping[str, Any], counter: 
 
 
 @pytest.mark.parametrize("options", ALL[:1] + ALL[2:], ids=str)
+@pytest.mark.ci_sample(2)
 def test_a_pipeline_recomputes_blocks_whatever_the_sizes_of_microbatches(options: Mapping[str, Any]) -> None:
     blocks = nn.Sequential(*[nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2), nn.GELU()) for _ in range(6)])
     assert_same_as_plain((blocks, classify, [samples(9, 6), labels(6, 9)]), options, recompute=1.0)

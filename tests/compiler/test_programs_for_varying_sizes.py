@@ -66,7 +66,7 @@ def check_case(name, captured_at, rows, ranks):
     )
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(
     "name", mark_most_exhaustive(enumerate(name for name in CASES if name not in SIZE_DEPENDENT | NO_SYMBOLIC_SIZES))
 )
@@ -80,6 +80,7 @@ def test_an_operator_captured_at_one_number_of_rows_is_exact_at_another(name, mo
 
 
 @pytest.mark.parametrize("name", sorted(SIZE_DEPENDENT - {"split by sizes"}))
+@pytest.mark.ci_sample(3)
 def test_an_operator_that_depends_on_the_number_of_rows_has_a_guard_on_it(name):
     rows = CASES[name].rows
     with pytest.raises(GuardsFailed):
@@ -87,6 +88,7 @@ def test_an_operator_that_depends_on_the_number_of_rows_has_a_guard_on_it(name):
 
 
 @pytest.mark.parametrize("name", sorted(NO_SYMBOLIC_SIZES))
+@pytest.mark.ci_sample(2)
 def test_an_operator_without_symbolic_sizes_fails_at_its_capture(name):
     # The program cache then captures for fixed sizes.
     rows = CASES[name].rows
@@ -95,7 +97,7 @@ def test_an_operator_without_symbolic_sizes_fails_at_its_capture(name):
     assert any(entry.name == "capture" for entry in raised.traceback)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("seed", mark_most_exhaustive(enumerate(range(48))))
 def test_a_random_program_is_exact_at_another_shape_or_has_a_guard(seed):
     choices = random.Random(seed)

@@ -82,7 +82,7 @@ def check(program: RandomProgram, *, with_job: bool) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=LOOP_BOUND * scale, equal_nan=True)
 
 
-@settings(QUIET, max_examples=4, derandomize=True)
+@settings(QUIET, max_examples=2, derandomize=True)
 @given(programs())
 def test_a_random_loop_trains_as_on_one_device(program: RandomProgram) -> None:
     check(program, with_job=False)

@@ -287,7 +287,7 @@ def check(program: RandomProgram) -> None:
 QUIET = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 
 
-@settings(QUIET, max_examples=25, derandomize=True)
+@settings(QUIET, max_examples=15, derandomize=True)
 @given(programs())
 def test_a_random_program_is_exact(program: RandomProgram):
     check(program)

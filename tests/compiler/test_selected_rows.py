@@ -38,7 +38,7 @@ def list_moves(outcome):
     return [item for item in outcome.local.collectives if item.purpose in ("input", "operator") and item.bytes > 16]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):
@@ -46,19 +46,19 @@ def test_a_mixture_is_the_same_training_and_no_token_moves(form, mesh):
     assert [item for item in list_moves(outcome) if item.bytes >= 12 * WIDTH * 8] == []
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_few_tokens_so_that_workers_and_experts_have_none(form):
     check(make_mixture_job(form, rows=2), (3,))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_tokens_of_sequences(form):
     check(make_mixture_job(form, rows=5, length=3), (2,))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("form", ["by_numbers", "by_mask_of_places", "by_mask"])
 def test_dropout_of_selected_rows_draws_as_one_device(form, mesh):
@@ -67,14 +67,14 @@ def test_dropout_of_selected_rows_draws_as_one_device(form, mesh):
     assert bool([item for item in list_moves(outcome) if "dropout" in item.reason]) == (form == "by_mask_of_places")
 
 
-@pytest.mark.ci_sample(8)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("mesh", [(2,), (2, 2)], ids=str)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_of_selected_rows_is_the_same_training(loss, mesh):
     check(make_loss_job(loss), mesh)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("labels", [(1,) * 12, (0,) * 11 + (2,), (-100,) * 6 + (3,) * 6], ids=["all", "one", "half"])
 @pytest.mark.parametrize("loss", ["select_targets", "numbers_as_values", "slices_of_selected_rows", "losses_per_row"])
 def test_all_rows_one_row_or_rows_of_one_worker(loss, labels):
@@ -140,11 +140,13 @@ def test_rows_of_different_masks():
     assert "test_selected_rows.py" in str(error.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["by_numbers", "by_mask_of_places"])
 def test_positions_divided_by_another_axis(form):
     check(make_mixture_job(form, rows=4, length=6), (2, 2), dims=(0, 1))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["by_numbers", "by_mask"])
 def test_values_can_be_computed_again(form):
     outcome, _ = check(make_mixture_job(form), (2,), recompute=1.0)
@@ -184,11 +186,13 @@ def analyze(loss):
 @pytest.mark.parametrize(
     "loss", ["select_targets", "divide_by_number_of_targets", "losses_per_row", "mean_of_selected_elements"]
 )
+@pytest.mark.ci_sample(2)
 def test_accumulation_knows_by_how_many_selected_rows_a_loss_divides(loss):
     assert analyze(loss) is not None
 
 
 @pytest.mark.parametrize("loss", ["mean_of_selected_rows", "divide_by_a_size", "numbers_as_values"])
+@pytest.mark.ci_sample(1)
 def test_accumulation_refuses_other_losses_of_selected_rows(loss):
     with pytest.raises(CaptureError, match="a loss that is a mean or a sum over the rows of the batch"):
         analyze(loss)
@@ -214,7 +218,7 @@ def make_combinations_job():
     return train, {"layer": layer}, [torch.randn(4, 1, dtype=torch.float64)]
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("loss", ["combinations", *[loss for loss in LOSSES if loss != "divide_by_len"]])
 def test_a_program_is_divided_again_among_fewer_workers_and_more(loss):
     """What one division knew of its rows means nothing in the next."""

@@ -82,14 +82,14 @@ def test_a_mixture_is_the_same_training(form):
     check(make_stack_job(form))
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("workers", "schedule"), [(2, "interleaved"), (3, "zero-bubble"), (2, "gpipe")])
 def test_stages_that_end_between_experts(form, workers, schedule):
     check(make_stack_job(form, layers=1), workers, 2, schedule)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", FORMS)
 def test_few_rows_so_that_microbatches_and_experts_have_none(form):
     check(make_stack_job(form, rows=3))
@@ -103,6 +103,7 @@ def test_a_loss_of_selected_rows_is_the_same_training(loss):
 
 @pytest.mark.parametrize("labels", [(1,) * 12, (0,) * 11 + (2,), (-100,) * 6 + (3,) * 6], ids=["all", "one", "half"])
 @pytest.mark.parametrize("loss", ["select_targets", "numbers_as_values", "rows_as_a_result"])
+@pytest.mark.ci_sample(3)
 def test_all_rows_one_row_or_rows_of_few_microbatches(loss, labels):
     check(make_loss_job(loss, labels))
 
@@ -139,7 +140,7 @@ class Packed(nn.Module):
         return whole, rows
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("early", [True, False], ids=["by arguments", "by values of the model"])
 @pytest.mark.parametrize(("workers", "schedule"), [(2, "1f1b"), (3, "gpipe"), (2, "interleaved"), (2, "zero-bubble")])
 def test_rows_that_a_first_stage_selects_go_through_all_stages(early, workers, schedule):

@@ -38,7 +38,7 @@ def check_sequence_axis(function, modules, arguments, axis_sizes):
     )
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_with_divided_positions_is_the_same_training(name, mesh):
@@ -46,7 +46,7 @@ def test_a_model_with_divided_positions_is_the_same_training(name, mesh):
     check_sequence_axis(function, modules, arguments, mesh)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("mesh", [(2,), (4,), (2, 2)])
 @pytest.mark.parametrize("form", ["split", "heads"])
 def test_a_decoder_exchanges_positions_for_heads_and_sends_no_other_activation(form, mesh):

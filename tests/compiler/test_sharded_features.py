@@ -38,7 +38,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.ci_sample(20)
+@pytest.mark.ci_sample(6)
 @pytest.mark.parametrize(("axis_sizes", "kind"), MESHES, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_divided_features_are_exact_and_stay_where_they_are(name: str, axis_sizes: tuple[int, ...], kind: str):
@@ -60,17 +60,16 @@ def test_a_gradient_of_a_table_is_computed_in_the_pieces_in_which_it_is_kept(mon
         "combines",
         lambda strategy, call, outer: call.wanted in strategy.outputs or combines(strategy, call, outer),
     )
-    for padding in (None, 0, 12, 40):
-        for by_frequency in (False, True):
-            for words in (WORDS, WORDS[:, :0]):
-                for axis_sizes, kept in (((3,), (Shard(0, lengths),)), ((2, 3), (Replicate(), Shard(0, lengths)))):
-                    outcome = differentiate_table(words, padding, by_frequency, axis_sizes)
-                    found = [
-                        outcome.sharded.sharding(node)[-1]
-                        for node in outcome.sharded.operators
-                        if node.target is aten.embedding_dense_backward.default
-                    ]
-                    assert found == [kept[-1]]
+    for padding, by_frequency in ((None, True), (0, False), (12, True), (40, False)):
+        for words in (WORDS, WORDS[:, :0]):
+            for axis_sizes in ((3,), (2, 3)):
+                outcome = differentiate_table(words, padding, by_frequency, axis_sizes)
+                found = [
+                    outcome.sharded.sharding(node)[-1]
+                    for node in outcome.sharded.operators
+                    if node.target is aten.embedding_dense_backward.default
+                ]
+                assert found == [Shard(0, lengths)]
 
 
 def differentiate_table(words: Tensor, padding: int | None, by_frequency: bool, axis_sizes: Sequence[int]) -> Outcome:

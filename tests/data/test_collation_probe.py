@@ -180,7 +180,7 @@ def read_late(mesh: Mesh, name: str, lengths: str, options: dict[str, Any]) -> t
     return read_twice(loader), notices
 
 
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", ["pad_longest", "relative_lengths", "sort_by_length"])
 @pytest.mark.parametrize("lengths", LATE)
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}])
@@ -224,7 +224,7 @@ def read_stream(mesh: Mesh, name: str, lengths: tuple[int, ...], num_workers: in
     return read_twice(loader), notices
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("name", ["pad_longest", "sort_by_length", "mix_up", "stack_images"])
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stream_decides_for_each_batch(name, num_workers):

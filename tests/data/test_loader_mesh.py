@@ -94,6 +94,7 @@ def describe_first_leaves(mesh: Mesh, rows: int, options: dict[str, Any]) -> lis
     ],
     ids=["seed", "no seed", "drop last", "replicated", "reader process"],
 )
+@pytest.mark.ci_sample(3)
 def test_concatenated_batches_of_ranks_equal_those_of_one_worker(size, options):
     options = options | {"batch_size": 10}
     expected, _, drawn_after = read_noisy_epochs(Mesh.solo(), 22, options)

@@ -33,6 +33,7 @@ def test_on_one_worker_three_passes_equal_a_data_loaders(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", READER_CASES)
+@pytest.mark.ci_sample(1)
 def test_passes_with_reader_processes_equal_a_data_loaders(case):
     assert read_our_passes(Mesh.solo(), case, "split", 2) == read_plain_passes(case, 2)
 
@@ -67,6 +68,7 @@ def read_noisy_passes(mesh: Mesh, reading: str) -> list[object]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.ci_sample(2)
 def test_random_numbers_of_samples_do_not_depend_on_the_number_of_ranks(reading):
     expected = read_noisy_passes(Mesh.solo(), reading)
     assert len({repr(batch) for batches, _ in expected for batch, _ in batches}) == 9

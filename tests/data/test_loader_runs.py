@@ -84,6 +84,7 @@ predict(batch)
 )
 
 
+@pytest.mark.exhaustive
 def test_a_job_with_once_inside_is_no_program(tmp_path: Path) -> None:
     job = run_script(IN_A_JOB, "-n", "2", folder=tmp_path)
     assert job.returncode == 0, job.stderr

@@ -215,6 +215,7 @@ def run_check(mesh: Mesh, cases: str, name: str, **options: Any) -> tuple[str, l
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.ci_sample(11)
 def test_divided_data_passes_without_a_warning(name: str, size: int):
     assert on_mesh(size, run_check, "divided", name) == [("", [])] * size
 

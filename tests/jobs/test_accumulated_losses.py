@@ -67,7 +67,7 @@ def test_losses_of_scripts_accumulate_over_calls(case, workers):
     assert_accumulated(case, workers, torch.float64, GROUPS)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OFTEN)
 def test_losses_over_selected_rows_and_counts_accumulate_on_workers(name):
     assert_accumulated(Case(name), 2, torch.float64, GROUPS)
@@ -93,6 +93,7 @@ def random_masks():
     return Script(modules={"model": model}, loss=loss, batch=batch, together=together)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_mean_over_a_mask_that_the_job_draws_accumulates(workers):
     assert_accumulated(random_masks, workers, torch.float64, GROUPS)
@@ -116,6 +117,7 @@ def accumulate(loss, *batches):
 
 
 @pytest.mark.parametrize("read", [lambda x: x.max().item(), lambda x: x.mean().item(), lambda x: len(x[x > 0]) ** 2])
+@pytest.mark.ci_sample(1)
 def test_a_loss_with_another_value_of_the_whole_batch_is_refused(read):
     """A call does not know the value of all rows of the step."""
     with pytest.raises(CaptureError, match="depends on the rows of the batch"):

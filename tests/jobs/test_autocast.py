@@ -168,6 +168,7 @@ RECURRENT = {
 
 
 @pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.ci_sample(2)
 def test_a_recurrent_layer_computes_in_the_precision_of_a_plain_run(name):
     torch.manual_seed(0)
     layer, x = RECURRENT[name](), torch.randn(5, 4, 3)

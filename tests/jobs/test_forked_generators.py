@@ -84,6 +84,7 @@ def train(mesh, name):
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.ci_sample(2)
 def test_forks_draw_what_the_plain_script_draws(name):
     expected = train(None, name)
     for found in (train(Mesh.solo(), name), *on_mesh(2, train, name)):

@@ -82,6 +82,7 @@ def train(mesh, accumulate=1, seed_step=0, moved_rank=None):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.ci_sample(2)
 def test_the_numbers_are_those_of_the_plain_script_on_every_rank(size: int, accumulate: int):
     losses, state, generator = run_plain(accumulate)
     for found, found_state, found_generator in on_mesh(size, train, accumulate):

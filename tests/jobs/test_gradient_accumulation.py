@@ -287,7 +287,7 @@ def sample_cases(*workers):
     return found
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("build", "workers"), sample_cases(1))
 def test_on_one_device_accumulated_calls_equal_one_call_on_all_rows(build, workers):
     assert_accumulated(build, workers, torch.float64)
@@ -299,7 +299,7 @@ def test_on_workers_accumulated_calls_equal_one_call_on_all_rows(build, workers)
     assert_accumulated(build, workers, torch.float64)
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("build", "workers"), [(masked_mean, 3), (cross_entropy, 1), (ignored_targets, 2)])
 def test_accumulated_calls_equal_one_call_in_float32(build, workers):
     assert_accumulated(build, workers, torch.float32)

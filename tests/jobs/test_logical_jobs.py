@@ -78,7 +78,7 @@ def require_same(found: Any, loss: Any) -> None:
         torch.testing.assert_close(found_state[name], state[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(4)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("loss", ALL, ids=lambda loss: loss.__name__)
 def test_the_functions_of_a_job_train_as_the_plain_script(loss: Any, size: int) -> None:

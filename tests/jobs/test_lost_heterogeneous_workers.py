@@ -204,7 +204,7 @@ ENDS = {
 }
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_loses_what_only_some_had_names_the_worker(tmp_path, name):
     case, kills, sizes, text = ENDS[name]

@@ -77,7 +77,7 @@ def train_plainly(make_model, optimizer, clip):
     return [item.detach() for item in model.parameters()]
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("make_model", [make_convolutions, SharedGradients])

@@ -104,6 +104,7 @@ def test_losses_per_sample_train_as_the_whole_batch_on_any_workers(pieces: list[
 
 @pytest.mark.parametrize("kind", ["plain", "dropout", "norm"])
 @pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.ci_sample(2)
 def test_one_worker_with_every_element_trains_as_many_workers(size: int, kind: str):
     pieces = [4] * size
     results, wanted = train_mirrored(Mesh.solo(), kind, "mean", pieces)

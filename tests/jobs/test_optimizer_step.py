@@ -83,7 +83,7 @@ def assert_near(found, wanted):
         torch.testing.assert_close(ours, plain.detach(), rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("settings", [{"clip_norm": 0.2}, {"clip_value": 0.05}, {"gradient_norm": True}], ids=str)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 def test_the_gradient_is_clipped_and_measured_as_in_the_plain_script(workers, settings):
@@ -105,6 +105,7 @@ def train_accumulated_and_clipped(mesh):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.ci_sample(1)
 def test_an_accumulated_gradient_is_clipped_once_per_step(workers):
     model = network()
     optimizer = sgd(model)
@@ -179,7 +180,7 @@ def train_until_not_finite(mesh, where, accumulate):
     return None
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -265,6 +266,7 @@ def test_several_optimizers_and_a_scheduler_step_as_in_the_plain_script(workers)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.ci_sample(1)
 def test_two_jobs_on_one_model_train_as_the_plain_script(workers):
     parameters, gradients = train_two_jobs_plainly()
     for ours, theirs in [train_two_jobs(Mesh.solo())] if workers == 1 else on_mesh(workers, train_two_jobs):
@@ -323,6 +325,7 @@ def train_epochs_plainly(accumulate, calls_per_batch):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.ci_sample(1)
 def test_the_last_call_of_a_pass_makes_the_step_of_fewer_calls(workers):
     arguments = (4, 1, False)
     ranks = [train_epochs(Mesh.solo(), *arguments)] if workers == 1 else on_mesh(workers, train_epochs, *arguments)

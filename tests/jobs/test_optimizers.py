@@ -247,6 +247,7 @@ def train_averaged_plainly():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.ci_sample(1)
 def test_metrics_averaging_and_early_stopping_act_as_in_the_plain_script(workers):
     wanted = train_averaged_plainly()
     assert len(wanted) < 12 * 4, "the plain script never stops early"

@@ -269,6 +269,7 @@ def list_notices_and_plan(mesh: Mesh, kind: str) -> tuple[list[str], str, JobPro
 
 
 @pytest.mark.parametrize("kind", GATHERING)
+@pytest.mark.ci_sample(2)
 def test_a_run_warns_of_exactly_the_costly_places_that_the_plan_lists(kind: str) -> None:
     for notices, plan, program in on_mesh(2, list_notices_and_plan, kind):
         warned = [

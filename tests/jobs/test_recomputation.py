@@ -35,7 +35,7 @@ def list_parameters():
         yield pytest.param(name, marks=() if name in OWN else pytest.mark.exhaustive)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", list(list_parameters()))
 def test_a_training_that_computes_blocks_again_equals_one_device(name):
     wanted = run_case(Mesh.solo(), name, None)

@@ -133,7 +133,7 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.ci_sample(9)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("build", REFUSED, ids=lambda build: build.__name__)
 def test_a_loss_that_cannot_accumulate_raises_with_its_line_untrained(build):
     model = nn.Linear(5, 4)
@@ -190,6 +190,7 @@ def train_with_diverging_weights(mesh, mask):
 
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("mask", [True, False], ids=["valid rows", "lengths"])
+@pytest.mark.ci_sample(2)
 def test_loss_terms_with_diverging_weights_raise_at_that_call(workers, mask):
     ranks = (
         [train_with_diverging_weights(Mesh.solo(), mask)]

@@ -102,7 +102,7 @@ def train_shared(mesh: Mesh, way: str) -> tuple[list[Tensor], list[list[Tensor]]
         return [item.detach() for item in model.parameters()], kept, count_shared()
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_training_with_shared_gradients_equals_the_plain_one(way: str, size: int):
@@ -133,6 +133,7 @@ def end_jobs(mesh: Mesh) -> list[list[str]]:
         return found
 
 
+@pytest.mark.exhaustive
 def test_shared_gradients_are_released_with_their_job():
     for before, both, one, none in on_mesh(2, end_jobs):
         assert len(both) > len(one) > len(before)

@@ -71,6 +71,7 @@ def train_plainly_without_the_bad_batch():
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.ci_sample(1)
 def test_a_check_of_the_job_raises_on_every_rank_and_changes_nothing(workers):
     expected = train_plainly_without_the_bad_batch()
     found = [train_with_a_bad_batch(Mesh.solo())] if workers == 1 else on_mesh(workers, train_with_a_bad_batch)

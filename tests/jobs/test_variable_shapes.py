@@ -158,7 +158,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("scenario", "workers", "dtype"), sample_cases(SCENARIOS, 2, 3))
 def test_batches_of_varying_rows_and_length_train_exactly(scenario, workers, dtype):

@@ -210,7 +210,7 @@ def train(mesh, loss, from_loader):
     return losses, model.state_dict(), notices
 
 
-@pytest.mark.ci_sample(17)
+@pytest.mark.ci_sample(5)
 @pytest.mark.parametrize("from_loader", [False, True], ids=["tensors", "batches of a loader"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)

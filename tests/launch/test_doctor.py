@@ -267,6 +267,7 @@ def test_one_host_gives_a_table_or_json_and_an_exit_code(tmp_path: Path):
         (["--jsn"], "did you mean --json?"),
     ],
 )
+@pytest.mark.ci_sample(3)
 def test_an_invalid_command_line_exits_with_2(options: list[str], message: str, tmp_path: Path):
     done = rankless("doctor", *options, folder=tmp_path)
     assert done.returncode == 2

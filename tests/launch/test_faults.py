@@ -48,7 +48,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield found
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("fault", "workers", "host_count"), CASES)
 def test_the_job_ends_names_the_root_cause_and_leaves_no_process(
     fault: Fault, workers: int, host_count: int, tmp_path: Path, request: pytest.FixtureRequest

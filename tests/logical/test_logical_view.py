@@ -115,6 +115,7 @@ def compare_models(mesh: Mesh, source: Source) -> list[str]:
 
 
 @pytest.mark.parametrize(("group", "source", "workers"), CASES)
+@pytest.mark.ci_sample(4)
 def test_calls_and_loops_compute_what_one_device_computes(group: str, source: Source, workers: int) -> None:
     for differing in on_mesh(workers, compare_group, group, source):
         assert not differing, "\n".join(differing)

@@ -156,6 +156,7 @@ def compare_steps(mesh: Mesh, group: str, name: str) -> tuple[list[str], int]:
 
 
 @pytest.mark.parametrize(("group", "name", "workers"), CASES)
+@pytest.mark.ci_sample(4)
 def test_other_sizes_and_numbers_compute_what_one_device_computes(group: str, name: str, workers: int) -> None:
     for differing, traces in on_mesh(workers, compare_steps, group, name):
         assert not differing, "\n".join(differing)

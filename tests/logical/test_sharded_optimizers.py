@@ -62,6 +62,7 @@ def compare(mesh: Mesh, level: ZeroLevel, part: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("level", "workers", "part"), CASES)
+@pytest.mark.ci_sample(1)
 def test_optimizers_on_shards_compute_what_one_device_computes(level: ZeroLevel, workers: int, part: int) -> None:
     for differing in on_mesh(workers, compare, level, part):
         assert not differing, "\n".join(differing)

@@ -50,7 +50,7 @@ def list_parameters():
             yield pytest.param(name, zero, marks=marks)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("name", "zero"), list(list_parameters()))
 def test_a_training_with_divided_states_equals_one_device(name, zero):
     check(name, zero, 2)

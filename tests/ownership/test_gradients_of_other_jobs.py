@@ -43,7 +43,7 @@ def train_in_turn(mesh, zero, accumulate, turns):
     return shown, [parameter.detach().clone() for parameter in (*model.parameters(), *extra.parameters())]
 
 
-@pytest.mark.ci_sample(5)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize(("accumulate", "turns"), [(1, "ofoofo"), (3, "ofoofo"), (3, "oof"), (2, "foofo")])
 @pytest.mark.parametrize("zero", [None, "optimizer", "gradients", "parameters"])
 def test_gradients_are_shown_and_accumulated_as_on_one_device(zero, accumulate, turns):

@@ -41,7 +41,7 @@ def check(name, workers, recompute=None):
         require_equal(found, wanted)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ALL)
 def test_a_training_with_pieces_in_shared_memory_equals_one_device(name):
     check(name, 2)

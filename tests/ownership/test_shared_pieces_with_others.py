@@ -102,7 +102,7 @@ def train_in_bfloat16(mesh, way, recompute):
     return [*losses, *[item.detach().clone() for item in model.parameters()]], programs.gathers
 
 
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", [None, "blocks"])
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 def test_shared_and_gathered_parameters_give_the_same_bits(way, recompute):
@@ -113,7 +113,7 @@ def test_shared_and_gathered_parameters_give_the_same_bits(way, recompute):
         assert gathers == 0 < gathers_before
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(("make_model", "gradients"), [(deep, 8), (residual, 6), (small, 1)])
 def test_programs_on_shared_pieces_gather_nothing(make_model, gradients, autocast):

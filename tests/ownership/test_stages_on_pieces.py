@@ -81,6 +81,7 @@ def train_in_stages(mesh, schedule, microbatches, autocast=False, tied=False):
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [("1f1b", 1), ("1f1b", 4), ("gpipe", 3), ("interleaved", 4), ("zero-bubble", 4)]
 )
+@pytest.mark.ci_sample(2)
 def test_a_stage_gathers_and_scatters_each_parameter_once(schedule, microbatches):
     for collectives, _ in on_mesh(4, train_in_stages, schedule, microbatches):
         assert Counter(kind for kind, _, _ in collectives) == {"all_gather": LAYERS // 2, "reduce_scatter": LAYERS // 2}

@@ -57,7 +57,7 @@ def list_parameters():
             yield pytest.param(name, sizes, zero, marks=marks, id=f"{name}-{'-'.join(sizes)}-{zero}")
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("name", "sizes", "zero"), list(list_parameters()))
 def test_a_training_on_a_grid_equals_one_device(name, sizes, zero):
     wanted = run_case(Mesh.solo(), name, {}, None)

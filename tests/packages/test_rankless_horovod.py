@@ -109,6 +109,7 @@ def test_plain_python_finds_it_and_a_real_horovod_takes_precedence(wheel: Path, 
     assert files_of(site) == before
 
 
+@pytest.mark.exhaustive
 def test_without_rankless_it_does_nothing(wheel: Path, site: Path, tmp_path: Path):
     python = tmp_path / "empty/bin/python"
     printed(python, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", wheel, folder=tmp_path)

@@ -82,8 +82,8 @@ def test_all_cases_together_leave_nothing_else(plain, logical):
     assert logical == plain
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("slow", "workers"), [(1, 2), (0, 2), (2, 3)])
 def test_slow_ranks_change_nothing(slow, workers, plain, tmp_path):
     assert run_slowed(tmp_path / "run", SCRIPT, slow=slow, workers=workers) == plain

@@ -79,7 +79,7 @@ def find_overlaps(texts: list[tuple[str, float, float, float, float]]) -> list[t
     ]
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("ending", ["svg", "html"])
 @pytest.mark.parametrize("name", PLANS)

@@ -98,6 +98,7 @@ def all_text(drawing: Drawing) -> str:
     return "\n".join([*labels, *(bar.title for bar in drawing.bars)])
 
 
+@pytest.mark.ci_sample(7)
 def test_no_texts_overlap_and_all_is_inside(plan: PicturedPlan):
     drawing = draw_plan(plan)
     assert find_overlaps(drawing.labels) == []
@@ -124,6 +125,7 @@ def test_bars_are_in_proportion_to_their_bytes(plan: PicturedPlan):
             assert bar.width * longest.amount == pytest.approx(longest.width * bar.amount), bar
 
 
+@pytest.mark.ci_sample(7)
 def test_every_fact_occurs_in_the_picture_and_in_the_page(plan: PicturedPlan):
     drawing = draw_plan(plan)
     shown, page = all_text(drawing), format_page(plan)

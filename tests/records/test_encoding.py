@@ -49,6 +49,7 @@ def test_every_record_arrives_whatever_its_texts(kind: type[AnyRecord], data: st
 @pytest.mark.parametrize("kind", [*JSON_TYPES, *MSGPACK_TYPES], ids=lambda kind: kind.__name__)
 @settings(max_examples=10, deadline=None, phases=_PHASES)
 @given(data=st.data())
+@pytest.mark.ci_sample(6)
 def test_every_message_and_file_is_encoded_whatever_its_texts(kind: type[msgspec.Struct], data: st.DataObject):
     value = data.draw(values_of(kind, ANY_TEXT))
     text = encode_json(value) if kind in JSON_TYPES else encode_msgpack(value)

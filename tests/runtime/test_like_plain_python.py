@@ -81,7 +81,7 @@ def test_interpreter_flags_reach_the_workers(project: Path) -> None:
     assert "'dev': True" in found.stdout
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize(
     "program",
     [

@@ -92,7 +92,7 @@ class StandIn:
     def find_spec(name, path=None, target=None):
         if name == "rankless.extensions.servers.service":
             return importlib.util.spec_from_file_location(
-                name, {folder!r} + "/__init__.py", submodule_search_locations=[{folder!r}]
+                name, {folder!r} + "/__init__.py", submodule_search_locations=[{folder!r}, path[0] + "/service"]
             )
 
 sys.meta_path.insert(0, StandIn)

@@ -2,9 +2,11 @@
 
 import ast
 
+import pytest
 from support import mutants
 
 
+@pytest.mark.exhaustive
 def test_a_draw_has_the_same_number_of_each_package_and_is_the_same_again():
     drawn = mutants.choose(None)
     assert [mutant.package for mutant in drawn] == [

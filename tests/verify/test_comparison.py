@@ -151,6 +151,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(("fault", "step", "tensor"), FAULTS, ids=[name for name, _, _ in FAULTS])
+@pytest.mark.ci_sample(8)
 def test_an_injected_fault_is_found_and_its_first_step_and_tensor_named(tmp_path, fault, step, tensor, adaptive):
     # Three workers with uneven shards: a wrong count per rank shows only if shards are uneven.
     report = verdict(tmp_path, fault, workers=3, adaptive=adaptive)

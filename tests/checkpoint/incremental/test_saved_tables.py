@@ -42,7 +42,7 @@ def _layered(monkeypatch):
     layer_everything(monkeypatch)
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("table", TABLES)
 def test_each_checkpoint_of_a_series_gives_the_table_of_its_step(tmp_path, optimizer, table):

@@ -97,5 +97,6 @@ def test_every_caller_across_hosts_learns_why_a_collective_failed(caller: str, f
         ("DDP", "aborts", "aab"),
     ],
 )
+@pytest.mark.ci_sample(2)
 def test_callers_in_python_and_in_cpp_learn_why_a_collective_failed(caller: str, fault: str, hosts: str | None):
     check(2 if hosts is None else 3, caller, fault, hosts)

@@ -48,7 +48,7 @@ def share(mesh: Mesh, ways: list[Any], closed: str) -> tuple[list[int], bool]:
         shared_region._open_same_file = way_of_opening
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(
     ("ways", "closed"),
     [(list(WAYS), ""), (["proc"], ""), (["socket"], ""), (list(WAYS), "proc"), (["file"], "")],
@@ -84,6 +84,7 @@ def make_group_with(mesh: Mesh, name: str, odd_rank: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["host", "machine", "memory"])
+@pytest.mark.ci_sample(1)
 def test_a_group_that_cannot_share_memory_is_none_on_all_ranks(name: str):
     assert on_mesh(2, make_group_with, name, 0) == [True, True]
 

@@ -71,6 +71,7 @@ def wait_for_the_dead(mesh: Mesh, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["from one", "to one", "from any"])
+@pytest.mark.ci_sample(1)
 def test_a_message_that_waits_for_an_ended_rank_fails_by_name(how: str):
     pool = Pool(2)
     try:

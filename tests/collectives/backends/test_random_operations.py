@@ -61,6 +61,7 @@ def run_operations(mesh: Mesh, program: list[Operation], ranks: list[int]) -> in
 @pytest.mark.parametrize("size", [2, 3, 4])
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(program=st.lists(operations(), min_size=5, max_size=15), data=st.data())
+@pytest.mark.ci_sample(1)
 def test_random_operations_give_what_one_process_and_gloo_compute(
     size: int, program: list[Operation], data: st.DataObject
 ):

@@ -50,6 +50,7 @@ def use_and_close(mesh: Mesh, how: str) -> tuple[list[str], list[str], list[str]
 
 
 @pytest.mark.parametrize("how", ["closed", "destroyed", "aborted"])
+@pytest.mark.ci_sample(1)
 def test_a_closed_group_leaves_nothing_open(how: str):
     for before, during, after in on_mesh(3, use_and_close, how):
         assert during != before

@@ -15,7 +15,7 @@ from support.warm_runs import rankless
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "foreign" / "fleet_digits.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "foreign" / "fleet_digits.py"
 PRINT_VARIABLES = """
 import json, os, sys
 import torch, torch.distributed as dist

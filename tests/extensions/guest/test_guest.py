@@ -106,6 +106,7 @@ def test_its_options_are_checked_before_any_process_starts(words, found, install
     assert not (tmp_path / "log").exists()
 
 
+@pytest.mark.exhaustive
 def test_verify_and_plan_take_its_options_too(installed, tmp_path):
     start(installed, tmp_path, "--help").communicate()  # writes the script
     for words, shown in ((["verify"], "same training: 3 steps"), (["plan", "--steps", "2"], "each worker sends")):

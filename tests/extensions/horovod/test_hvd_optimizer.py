@@ -63,6 +63,7 @@ def trained(hvd, make, build, switches, factor):
 @pytest.mark.parametrize("build", [model, wide_model])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.ci_sample(3)
 def test_it_trains_as_one_process_with_all_batches(size, make, build):
     on_ranks(size, trained, make, build, {}, 1.0)
 

@@ -36,6 +36,7 @@ def in_every_way(hvd, shapes, dtypes):
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.ci_sample(1)
 def test_allreduce_sums_and_averages_every_dtype_and_shape(size):
     on_ranks(size, in_every_way, SHAPES, [*WHOLE, *FLOATING])
 

@@ -59,6 +59,7 @@ ORACLES = {
 @pytest.mark.parametrize("how", SIZES)
 @pytest.mark.parametrize("reduction", ORACLES)
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.ci_sample(5)
 def test_values_are_reduced_to_the_same_bits_on_all_ranks(how: str, reduction: ReduceOpCode, size: int):
     count = SIZES[how]
     found = on_mesh(size, _reduced, count, reduction, torch.float64)

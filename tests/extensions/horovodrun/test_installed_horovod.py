@@ -90,7 +90,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> str:
     (folder / "horovod/torch").mkdir(parents=True)
     (folder / "horovod/__init__.py").write_text("")
     (folder / "horovod/torch/__init__.py").write_text(REAL)
-    return os.pathsep.join([str(folder), str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return os.pathsep.join([str(folder), str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
 
 
 def by_rank(done: subprocess.CompletedProcess[str]) -> dict[int, list[str]]:

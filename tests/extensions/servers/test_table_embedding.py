@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("float64_by_default")
 
 
 @pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.ci_sample(3)
 def test_a_training_is_that_of_a_plain_embedding(pair, accumulated):
     schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5) for optimizer in pair.optimizers]
     for _ in range(30):

@@ -18,7 +18,7 @@ from rankless.extensions.servers.tables.settings import TableSettings
 from rankless.extensions.servers.tables.table import Table
 from rankless.parameter_server import Embedding
 
-PAGE = Path(__file__).parents[2] / "docs/guides/tables.md"
+PAGE = Path(__file__).parents[3] / "docs/guides/tables.md"
 NAMES = {
     "np": np,
     "rankless": rankless,

@@ -114,6 +114,7 @@ def launch(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return rankless("launch", *words, folder=folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_tutorial_script_trains_with_the_tutorials_command(tmp_path: Path):
     (tmp_path / "main.py").write_text(TUTORIAL)

@@ -111,7 +111,7 @@ def call_pairs(mesh: Mesh, hosts: str, pairs: list[tuple[str, str]]) -> list[str
     ]
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["aabb", pytest.param("abb", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("first", COLLECTIVES)

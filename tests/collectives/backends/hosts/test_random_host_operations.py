@@ -53,6 +53,7 @@ def run_operations(mesh: Mesh, program: list[Operation], hosts: str) -> int:
 @pytest.mark.parametrize("hosts", ["aab", "abab", "aabc"])
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=st.lists(operations(), min_size=5, max_size=12))
+@pytest.mark.ci_sample(1)
 def test_random_operations_across_hosts_give_what_one_process_and_gloo_compute(hosts: str, program: list[Operation]):
     on_mesh(len(hosts), run_operations, program, hosts)
 
@@ -84,7 +85,7 @@ def reduce_random_values(mesh: Mesh, hosts: str, dtype: torch.dtype, count: int)
     return found
 
 
-@pytest.mark.ci_sample(7)
+@pytest.mark.ci_sample(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("count", [5, 700_001])

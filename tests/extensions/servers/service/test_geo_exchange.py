@@ -42,6 +42,7 @@ def gather_alone(data: bytes) -> list[bytes]:
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.ci_sample(2)
 def test_rows_are_exchanged_by_the_rule(tmp_path, servers, steps):
     """SGD, whose steps subtract the gradient, so that the reference needs no optimizer."""
     settings, workers = table_settings("every_id"), 3

@@ -39,7 +39,7 @@ def add(table, client, number: float = 1.0) -> None:
     client.commit()
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "sparse_adam"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_every_push_is_a_step_in_the_order_of_commits(tmp_path, name, servers):

@@ -155,6 +155,7 @@ def check(name: str, choose) -> ProtocolModel:
 
 @pytest.mark.parametrize("orders", [8, pytest.param(EXHAUSTIVE_ORDERS, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.ci_sample(3)
 def test_no_order_of_messages_and_deaths_stops_a_run_or_changes_rows(name, orders):
     faults = 0
     for seed in range(orders):

@@ -56,7 +56,7 @@ def train(opened, optimizer, steps: int, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("opened", [(*size, name) for size in SIZES for name in TABLES], indirect=True)
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(2)
 def test_a_served_table_is_that_of_one_process(opened, optimizer):
     train(opened, OPTIMIZERS[optimizer], 25)
     tables, reference = opened[1:]
@@ -67,6 +67,7 @@ def test_a_served_table_is_that_of_one_process(opened, optimizer):
 
 
 @pytest.mark.parametrize("name", TABLES)
+@pytest.mark.ci_sample(2)
 def test_contents_move_to_any_number_of_servers(shared_servers, name):
     settings = table_settings(name)
     reference, contents = Table(settings), None
@@ -153,7 +154,7 @@ class RandomCalls:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("opened", [(2, 2, "expiring"), (3, 3, "tiny"), (1, 4, "every_id")], indirect=True)
-@pytest.mark.ci_sample(6)
+@pytest.mark.ci_sample(2)
 def test_random_calls_of_workers_in_parallel_return_what_one_table_does(opened, seed):
     calls = RandomCalls(opened, seed)
     for _ in range(60):

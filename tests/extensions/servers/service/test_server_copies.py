@@ -220,7 +220,7 @@ def test_a_worker_that_waited_says_that_it_goes_on_without_a_server(run, losses)
     together([client.close for client in clients])
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("lost", [0, 1])
 @pytest.mark.parametrize("mode", [{"mode": "async"}, {"mode": "bounded", "staleness": 2}])
 def test_steps_of_independent_workers_count_once_also_if_a_server_is_lost(tmp_path, lost, mode):

@@ -21,7 +21,7 @@ from rankless.extensions.servers.service.wire.setting_formats import decode_tabl
 from rankless.extensions.servers.tables import durable_memory, durable_tables
 from rankless.extensions.servers.tables.durable_tables import DurableTables
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 _LOG_POSITION = 64 << 20
 FAULTS = (
     "before the commit",

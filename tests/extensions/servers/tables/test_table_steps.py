@@ -73,7 +73,7 @@ class Comparison:
         return float(abs(self.table.pull(VOCABULARY) - self.weight.detach().numpy()).max())
 
 
-@pytest.mark.ci_sample(10)
+@pytest.mark.ci_sample(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 2e-4)])
 def test_a_table_steps_like_the_optimizer(name, dtype, bound):
@@ -85,6 +85,7 @@ def test_a_table_steps_like_the_optimizer(name, dtype, bound):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.ci_sample(3)
 def test_a_stored_table_continues(name):
     comparison = Comparison(name, "float64")
     for step in range(60):
