@@ -729,7 +729,7 @@ def save(
         {'epoch': 1}
     """
     options = checkpoint.SaveOptions(layout=layout, background=background, extra=extra)
-    _world().run_for_all(lambda _: _find_saver("rankless.save").save(path, objects, options=options))
+    _find_saver("rankless.save").save(path, objects, options=options)
 
 
 def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = True, **objects: Any) -> Any:
@@ -763,13 +763,12 @@ def load(path: str | os.PathLike[str], *, strict: bool = True, random: bool = Tr
     """
     saver = _find_saver("rankless.load")
     saver.wait()
-    world = _world()
 
     def restore() -> checkpoint.Loaded:
         divide_states_of_jobs(objects.values())
         return checkpoint.load(path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
 
-    loaded = world.operations.run(lambda: world.mesh, restore)
+    loaded = saver.run_for_all(restore)
     if loaded.left_out:
         _world().notify(f"loading {os.fspath(path)} left out:\n{loaded.left_out}")
     return loaded.extra

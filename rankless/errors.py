@@ -183,7 +183,7 @@ class ServerError(RanklessError):
 
 
 class LostWorkerError(RanklessError):
-    """Raised if a worker was killed in a run with servers of tables, and this one cannot continue without it.
+    """Raised if a worker was killed in a run that goes on without others, and this one cannot continue without it.
 
     The run ends, and names the worker that was killed. The error has the attributes of `RanklessError`.
     """

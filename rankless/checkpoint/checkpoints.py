@@ -138,6 +138,14 @@ class Checkpoints:
         """
         saver = self._saver()
         saver.wait()
+        restored: Restored | None = saver.run_for_all(
+            lambda: self._restore(saver, which, objects, strict=strict, random=random)
+        )
+        return restored
+
+    def _restore(
+        self, saver: Saver, which: str | int, objects: dict[str, Any], *, strict: bool, random: bool
+    ) -> Restored | None:
         fix = "let all hosts share the folder, or copy it to each of them"
         with Agreement(mesh=saver.mesh, doing=f"look for a checkpoint in {self.folder}", fix=fix) as agreement:
             found = self._find(which)

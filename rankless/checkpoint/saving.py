@@ -13,7 +13,7 @@ import hashlib
 import os
 import threading
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -239,11 +239,19 @@ class Saver:
     Args:
         mesh: All ranks.
         owner: Holds the states of jobs, of which a rank may have pieces only. Default: every rank has everything.
+        run_for_all: Makes an operation of all ranks, again if one is lost in it; `mesh` and `owner` are then others.
     """
 
-    def __init__(self, *, mesh: Mesh, owner: StateOwner | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        mesh: Mesh,
+        owner: StateOwner | None = None,
+        run_for_all: Callable[[Callable[[], Any]], Any] = lambda attempt: attempt(),
+    ) -> None:
         self.mesh = mesh
         self.owner = owner or StateOwner()
+        self.run_for_all = run_for_all
         self._background_snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._failures: list[BaseException] = []
@@ -262,7 +270,17 @@ class Saver:
         checkpoint at `path` is replaced at once: a crash of any rank at any point leaves the old or the new one. Raises
         `CheckpointError` on every rank; the next call of any method raises that of a background save.
         """
-        options = options or SaveOptions()
+        chosen = options or SaveOptions()
+        self.run_for_all(lambda: self._save(path, objects, options=chosen, series=series))
+
+    def _save(
+        self,
+        path: str | os.PathLike[str],
+        objects: Mapping[str, Any],
+        *,
+        options: SaveOptions,
+        series: CheckpointSeries | None,
+    ) -> None:
         uncommitted = UncommittedCheckpoint(resolve_target(path))
         doing = f"save {os.fspath(path)}"
         try:

@@ -36,6 +36,10 @@ COMMANDS = {
 """The commands of Rankless itself, with what `rankless --help` shows, so that it need not import them."""
 
 
+_RENAMED_OPTIONS = {
+    "--lost-workers": "--lost-workers is now --min-workers N, the number of workers that must be left",
+}
+"""What to tell a user of an earlier version, by the option as it was."""
 _COMPLETION = "_ARGCOMPLETE"
 """A shell that completes a command line sets this variable."""
 
@@ -52,6 +56,7 @@ class CommandParser(argparse.ArgumentParser):
             known = [option[2:] for option in self._option_string_actions if option.startswith("--")]
             nearest = difflib.get_close_matches(given.lstrip("-"), known, n=1, cutoff=0.5)
             message = f"unknown option {given}" + (f"; did you mean --{nearest[0]}?" if nearest else "")
+            message = _RENAMED_OPTIONS.get(given, message)
         super().error(message)
 
     def needs_extension_options(self, given: Sequence[str]) -> bool:

@@ -80,6 +80,13 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
         help="Seconds without progress after which a hung job ends; 0 for never. Default: from the time of its steps.",
     )
     parser.add_argument(
+        "--min-workers",
+        type=int,
+        metavar="N",
+        help="How few workers may be left after others were killed. A run of jobs on CPUs goes on without them, as the "
+        "same training. Default: 1, and one of each kind.",
+    )
+    parser.add_argument(
         "--debug-rank",
         type=int,
         metavar="R",
@@ -180,6 +187,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             command=("rankless", NAME, *arguments.command_line),
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
+            min_workers=arguments.min_workers,
             grace_seconds=arguments.grace_seconds,
             debug_rank=arguments.debug_rank,
             heterogeneous_workers=requested.heterogeneous,

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
+from rankless.config import extension_run_options
 from rankless.config.environment import user_backend
-from rankless.config.extension_run_options import count_lost_workers
 from rankless.config.run_config import Backend, RunConfig, RunObservation
+from rankless.config.script_analysis import names_rankless
 from rankless.config.shared_memory_support import is_supported
 from rankless.errors import ConfigError
 
@@ -97,20 +98,72 @@ def require_usable_backend(requested: Backend | None, devices: Sequence[str], *,
 
 
 def count_most_lost(config: RunConfig, devices: Sequence[Sequence[str]]) -> int:
-    """Return how many killed workers the run can tolerate: 0 where a step needs every worker.
+    """Return how many killed workers the run goes on without: 0 where a step needs every worker.
 
     Args:
         config: What to run, on host 0.
         devices: For each host, the torch device of each of its workers.
     """
-    kinds = next((axis.stage_workers for axis in config.mesh if axis.stage_workers), ())
-    if (config.mesh and not kinds) or config.request.plan is not None:
+    if explain_required_workers(config, [device for on_host in devices for device in on_host]):
         return 0
-    is_observed = config.request.recording is not None or config.request.observation != RunObservation()
-    if is_observed or any(device != "cpu" for on_host in devices for device in on_host):
-        return 0
-    most = sum(map(len, devices)) - max(1, len(kinds))  # one of each kind is left
-    return count_lost_workers(config.request, most)
+    kinds = _find_kinds(config)
+    least = max(1, len(kinds), config.request.min_workers or 0)  # one of each kind is left
+    return max(0, sum(map(len, devices)) - least)
+
+
+def require_enough_workers(config: RunConfig) -> None:
+    """Raise a `ConfigError` if the user lets workers be lost, and the run needs every one; see `--min-workers`."""
+    least, count = config.request.min_workers, config.worker_count
+    if least is None:
+        return
+    if config.cluster is not None:
+        count = config.cluster.workers
+    if not 1 <= least <= count:
+        raise ConfigError(
+            expected=f"--min-workers from 1 to {count}, the number of workers at the start",
+            found=least,
+            fix="give the smallest number of workers with which the run shall go on",
+        )
+    reason = explain_required_workers(config, config.devices) if least < count else ""
+    if reason:
+        raise ConfigError(
+            expected=f"a run that can go on with {least} of {count} workers",
+            found=reason,
+            fix="omit --min-workers: the first killed worker then ends the run",
+        )
+
+
+def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
+    """Return why a run cannot go on without a killed worker, for errors and the guide; "" if it can.
+
+    Args:
+        config: What to run.
+        devices: The torch device of each worker.
+    """
+    request = config.request
+    requested = config.backend or user_backend()
+    others = [axis.name for axis in config.mesh if axis.role != "data" and axis.size > 1]
+    if others and not _find_kinds(config):
+        return f"a mesh with the axis {others[0]}: each of its workers has a part of the model"
+    if request.plan is not None:
+        return "a plan: workers may have parts of the model"
+    if request.recording is not None or request.observation != RunObservation():
+        return "a run that is recorded"
+    if config.view.is_logical:
+        return "a script without jobs in the logical view: each worker has a part of the step that it is in"
+    if any(device != "cpu" for device in devices):
+        return "workers with accelerators, whose groups cannot be ended"
+    if requested not in (None, *ABORTABLE):
+        return f"--backend {requested} (RANKLESS_BACKEND), whose groups cannot be ended"
+    if not (support := is_supported()):
+        return f"no shared memory: {support.reason}"
+    if request.options:
+        return extension_run_options.explain_required_workers(request)
+    return "" if names_rankless(config.program) else "a script that does not use rankless"
+
+
+def _find_kinds(config: RunConfig) -> Sequence[Sequence[int]]:
+    return next((axis.stage_workers for axis in config.mesh if axis.stage_workers), ())
 
 
 def choose_abortable_backend(chosen: BackendChoice, config: RunConfig) -> BackendChoice:

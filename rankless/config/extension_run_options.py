@@ -73,9 +73,9 @@ class RunOptions:
         """Return how many processes of the extension this host will have; each keeps a core if there are enough."""
         return 0
 
-    def count_lost_workers(self, settings: Settings, most: int) -> int:
-        """Return how many killed workers the run tolerates: at most `most`, 0 if the first one ends it."""
-        return 0
+    def explain_required_workers(self, settings: Settings) -> str:
+        """Return why a run cannot go on without a killed worker, for errors; "" if it can."""
+        return "an option of an extension"
 
     def count_row_holders(self, settings: Settings) -> int:
         """Return how many processes of the extension divide the rows of tables among them; 0 if workers have them."""
@@ -148,11 +148,10 @@ def count_processes(request: RunRequest, cluster: Cluster | None) -> int:
     return sum(options.count_processes(settings, cluster) for options, settings in iterate_options(request))
 
 
-def count_lost_workers(request: RunRequest, most: int) -> int:
-    """Return how many killed workers the run tolerates: at most `most`, 0 if the first one ends it."""
-    return max(
-        (options.count_lost_workers(settings, most) for options, settings in iterate_options(request)), default=0
-    )
+def explain_required_workers(request: RunRequest) -> str:
+    """Return why the options of an extension keep a run from going on without a killed worker; "" if none does."""
+    reasons = (options.explain_required_workers(settings) for options, settings in iterate_options(request))
+    return next(filter(None, reasons), "")
 
 
 def count_row_holders(request: RunRequest) -> int:

@@ -338,6 +338,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Workers and hosts may join and leave; None fixes them, and the first failure ends the job."""
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
+    min_workers: int | None = None
+    """How many workers must be left after others were killed; None for one, where the run can go on without others."""
     debug_rank: int | None = None
     """The rank that gets the terminal, for a debugger; None for none."""
     grace_seconds: float | None = None

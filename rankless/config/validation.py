@@ -9,7 +9,7 @@ import shutil
 import msgspec
 
 from rankless.config.available_resources import core_count
-from rankless.config.backends import read_requested_backend, require_usable_backend
+from rankless.config.backends import read_requested_backend, require_enough_workers, require_usable_backend
 from rankless.config.cluster_variables import choose_grace
 from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.extension_run_options import check_options, count_processes
@@ -42,7 +42,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
     # Processes of other programs seed themselves. A program that names Rankless expects one seed for all ranks.
     expects_one_seed = view.is_logical or names_rankless(program)
     has_separate_seeds = request.recording is None and (request.separate_seeds or not expects_one_seed)
-    return RunConfig(
+    config = RunConfig(
         program=program,
         worker_count=count,
         devices=devices,
@@ -59,6 +59,8 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         request=request,
         roles=list_roles(request),
     )
+    require_enough_workers(config)
+    return config
 
 
 def choose_view(program: Program, request: RunRequest, mesh: tuple[PlannedAxis, ...], *, workers: int) -> ScriptView:

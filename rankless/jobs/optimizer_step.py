@@ -242,8 +242,6 @@ class OptimizerStepper:
         found = world.joint.own_steps or None
         if found is None and hides_gradients(self._job, world):
             found = "workers that each have a part of the gradients"
-        if found is None and world.recovery is not None:
-            found = "servers: others go on without a lost worker"
         if found is not None:
             raise ConfigError(
                 expected=f"workers that each have all parameters and gradients, because {type(optimizer).__name__} "

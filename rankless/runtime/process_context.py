@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -106,7 +106,7 @@ class ProcessContext:
         )
         if recovery is not None:
             recovery.begin(self.world)
-        self.saver = Saver(mesh=self.world.workers, owner=self.world.owner)
+        self.saver = Saver(mesh=self.world.workers, owner=self.world.owner, run_for_all=self._run_for_all)
         self.logical: LogicalView | None = None
         """The logical view, if the script runs in it."""
         atexit.register(self.leave)
@@ -194,6 +194,9 @@ class ProcessContext:
         if self._end_group is not None and dist.is_initialized():
             end_group, self._end_group = self._end_group, None
             end_group()
+
+    def _run_for_all(self, attempt: Callable[[], Any]) -> Any:
+        return self.world.run_for_all(lambda _: attempt())
 
     def join_round(self, joined: Round) -> World:
         """Leave the process group, join that of a round, and return a world with it. Collective."""

@@ -61,8 +61,12 @@ SHOWN_BY = {
         "extensions/servers/tables/test_table_steps.py::test_rows_keep_moving_for_as_long_as_their_momentum_lasts"
     ),
     "`rankless status` lists": "::test_status_says_which_runs_it_leaves_out",
-    "A failure of a worker": "launch/test_failures.py::test_the_other_ranks_are_ended_soon",
-    "Elastic Horovod jobs": "jobs/test_lost_workers_on_hosts.py::test_the_others_go_on",
+    "Runs of jobs on CPUs": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
+    "Other runs end with": (
+        "jobs/test_killed_workers.py::test_a_job_that_cannot_go_on_ends_and_the_killed_worker_is_the_cause"
+    ),
+    "A lost worker is": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
+    "A run does not start": "launch/test_failures.py::test_the_other_ranks_are_ended_soon",
     "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "`--mesh` with": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "A script without a": (

@@ -14,7 +14,7 @@ RUNS = [
     ("--servers", "1", "--workers", "2"),
     ("--servers", "2", "--workers", "3"),
     ("--servers", "2", "--workers", "2", "--replicas", "1"),
-    ("--servers", "2", "--workers", "4", "--lost-workers", "0"),
+    ("--servers", "2", "--workers", "4", "--min-workers", "4"),
 ]
 CASES = list(itertools.product(RUNS, range(PARTS)))
 

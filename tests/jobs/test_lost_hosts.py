@@ -212,7 +212,7 @@ def test_a_lost_host_may_have_workers_and_servers(how: str, step: int, hosts: Ho
 
 @pytest.mark.exhaustive
 def test_the_loss_of_a_host_with_workers_ends_the_run_if_none_may_be_lost(hosts: Hosts, tmp_path: Path):
-    job = start(hosts, tmp_path, (*WORKERS_AND_SERVERS, "--lost-workers", "0"))
+    job = start(hosts, tmp_path, (*WORKERS_AND_SERVERS, "--min-workers", "2"))
     wait_for_step(job, tmp_path, 6)
     lose(hosts, "d", "kill")
     _, errors = job.communicate(timeout=120)

@@ -65,7 +65,7 @@ def test_workers_are_killed_until_one_is_left(tmp_path, plain):
 
 @pytest.mark.exhaustive
 def test_no_more_workers_are_lost_than_the_option_allows(tmp_path):
-    done = run_killed(tmp_path, "0:3:0,1:9:0", "--lost-workers", "1")
+    done = run_killed(tmp_path, "0:3:0,1:9:0", "--min-workers", "2")
     assert done.returncode == 137
     assert "was killed by SIGKILL; 2 workers continue" in done.stderr
     assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr

@@ -99,7 +99,7 @@ def test_the_others_go_on_if_a_host_cannot_be_reached(hosts: Hosts, tmp_path: Pa
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [("--servers", "a,b"), ("--servers", "a", "--lost-workers", "1")])
+@pytest.mark.parametrize("options", [("--servers", "a,b"), ("--servers", "a", "--min-workers", "3")])
 def test_a_lost_host_with_servers_or_too_many_workers_ends_the_run(hosts: Hosts, tmp_path: Path, options):
     job = start_killed(hosts, tmp_path, "host:9:0", *options, "--workers", "a,a,b,b")
     _, err = job.communicate(timeout=240)

@@ -216,6 +216,25 @@ def test_a_process_that_polls_is_quiet_but_not_idle():
         process.wait()
 
 
+def test_what_children_used_before_their_parent_was_idle_is_no_usage_of_now():
+    text = "import os, sys\nwhile os.times().user < 1.0:\n    pass\nprint('done', flush=True)\nsys.stdin.read()"
+    child = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {text!r}])"
+    process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.read(4) == b"done"
+        tracker = ActivityTracker(process.pid, time.monotonic())
+        start = tracker.idle_since
+        tracker.update(start + 100.0)  # a gap: it is not known to be idle, and its children are not read
+        tracker.update(start + 101.0)
+        tracker.update(start + 102.0)
+        assert tracker.idle_since == start + 100.0
+        assert tracker.cpu_percent < 20.0
+    finally:
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
+
+
 def test_ended_ranks_are_not_checked(sleeper, tmp_path):
     with watch_rank_0(sleeper, tmp_path) as watchdog:
         watchdog.receive(Exited(rank=0, time_ns=0, exit_code=0))

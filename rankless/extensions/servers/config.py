@@ -55,8 +55,6 @@ class RequestedServers(msgspec.Struct, frozen=True, kw_only=True):
     """In the mode `geo`, after how many of its batches a worker sends what has changed."""
     max_restarts: int = DEFAULT_SERVER_RESTARTS
     """How often servers that died are started again, all of a host together; 0 for never."""
-    lost_workers: int | None = None
-    """How many killed workers the run tolerates. None: all but one, where it can."""
     encrypted: bool = False
     """Whether workers and servers encrypt what they send each other."""
     replicas: int = 0

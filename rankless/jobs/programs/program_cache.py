@@ -172,13 +172,14 @@ class ProgramCache:
         self._job = job
         self._world = world
         self._transform = transform
-        self._entries: dict[Hashable, CacheEntry] = {}
+        self._entries: dict[tuple[Hashable, ...], CacheEntry] = {}
         self._recapture_warner = RecaptureWarner(job, world.notify)
         self._memory = GradientMemory()
         self.pipelines = Pipelines(job, world)
         self._probe = OperatorProbe(world.mesh)
         self._notices = ProgramNotices(job, world.notify)
-        self._captured_before_division: tuple[Shapes, CapturedJob] | None = None
+        self._early_captures: dict[tuple[Hashable, Shapes], CapturedJob] = {}
+        """What was captured for calls before there was a program for them, by `_logical_key`."""
         self._recaptures: dict[str, int] = {}
         self._captures = 0
 
@@ -221,8 +222,19 @@ class ProgramCache:
         """
         captured = self._capture_with_reads(call, ())
         require_same_program(captured.program, self._world.mesh)
-        self._captured_before_division = call.shapes, captured
+        self._early_captures[self._logical_key(call.arguments, call.shapes)] = captured
         return captured.program
+
+    def take_captures(self, before: "ProgramCache") -> None:
+        """Take what another cache of the job has captured for fixed sizes: it says nothing of who has which shard.
+
+        Captures that read values of tensors are made again: all workers together compute the values.
+        """
+        for key, entry in before._entries.items():
+            for shapes, programs in entry.by_shapes.items():
+                for bound in reversed(programs):
+                    if bound.varying_sizes is None and not bound.captured.reads:
+                        self._early_captures[key[0], shapes] = bound.captured
 
     def run_checked(self, call: CacheLookup, run: Callable[[BoundProgram], Sequence[Tensor]]) -> ProgramRun:
         """Run a call's program, and others until one read the values that it was captured for. Collective.
@@ -289,10 +301,10 @@ class ProgramCache:
                 f"{stale_guard.label} changes (correct, but slow); pass it as a tensor argument"
             )
 
-    def _key(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> Hashable:
+    def _key(self, arguments: FlattenedArguments, shardings: tuple[Sharding, ...]) -> tuple[Hashable, ...]:
         """Return the cache key: arguments, shardings, kinds of plain values, and PyTorch's global modes."""
         return (
-            arguments.cache_key(self._job.name),
+            self._logical_key(arguments, ())[0],
             tuple(
                 [
                     sharding
@@ -301,10 +313,13 @@ class ProgramCache:
                     for tensor, sharding in zip(arguments.tensors, shardings, strict=True)
                 ]
             ),
-            make_type_keys(arguments.plain),
-            get_torch_modes(self._job.device(self._world.mesh.device).type),
             self._world.owner.version,
         )
+
+    def _logical_key(self, arguments: FlattenedArguments, shapes: Shapes) -> tuple[Hashable, Shapes]:
+        """Return what a captured program depends on, without how workers divide it."""
+        modes = get_torch_modes(self._job.device(self._world.mesh.device).type)
+        return (arguments.cache_key(self._job.name), make_type_keys(arguments.plain), modes), shapes
 
     def _capture_fixed_sizes(self, call: CacheLookup, known: Sequence[Any] = ()) -> BoundProgram:
         """Capture for these sizes, and the values of the first tensors that the job's Python reads; compile."""
@@ -315,11 +330,9 @@ class ProgramCache:
         return self._bind_program(captured, local)
 
     def _take_early_capture(self, call: CacheLookup) -> CapturedJob | None:
-        """Return what was captured for a call before the states were divided, once and if it still holds."""
-        known, self._captured_before_division = self._captured_before_division, None
-        if known is None or known[0] != call.shapes or not known[1].guards.all_hold():
-            return None
-        return known[1]
+        """Return what was captured for a call before it had a program, once and if it still holds."""
+        known = self._early_captures.pop(self._logical_key(call.arguments, call.shapes), None)
+        return None if known is None or not known.guards.all_hold() else known
 
     def _compile(self, program: LogicalProgram, call: CacheLookup) -> LocalProgram:
         """Compare a program with those of the other ranks, and compile it. Operators without a rule are probed."""

@@ -47,6 +47,10 @@ class ConsistentView:
         """Generators of the script from which the job has drawn."""
         require_usable_models(job, world)
 
+    def take_captures(self, before: "ConsistentView") -> None:
+        """Capture nothing again that the view of more workers has captured."""
+        self._programs.take_captures(before._programs)
+
     def divide_states(self) -> None:
         """Divide the job's states before its first call, unless that has been done. Collective."""
         if self.division.is_up_to_date:

@@ -72,7 +72,5 @@ def can_run_logically(job: JobDefinition, world: World) -> bool:
     """Return whether a job that cannot be one program can run in the logical view: nothing but batches is divided."""
     (axis, *others) = world.mesh.axes
     is_divided = job.step_options.zero is not None or world.settings.plan is not None or job.accumulates
-    is_plain = (
-        axis.size > 1 and axis.role == "data" and not others and world.recovery is None and not axis.stage_workers
-    )
+    is_plain = axis.size > 1 and axis.role == "data" and not others and not axis.stage_workers
     return is_plain and not is_divided and not job.draws_by_counter and job.recomputed_fraction == 0

@@ -86,11 +86,14 @@ class WorldView:
 
         Raises LostWorkerError if the job cannot continue in it.
         """
+        before = self.view
         if self.view is not None and world.recovery is not None and self._world is not world:
             self._require_movable(world)
             self.view = None
         self._world = world
         self.view = self.view or start_view(self._job, world)
+        if self.view is not before and isinstance(before, ConsistentView) and isinstance(self.view, ConsistentView):
+            self.view.take_captures(before)
         return self.view
 
     def run(self, world: World, arguments: FlattenedArguments) -> Callable[[], CallResult]:
@@ -103,16 +106,23 @@ class WorldView:
         if not isinstance(view, ConsistentView):
             world.operations.begin(world.mesh)
             return functools.partial(self._run_once, view, divide_arguments(arguments, world), world)
+        try:
+            return self._run_for_all(view, world, arguments)
+        except CaptureError as error:
+            now = world.current  # others may have been lost meanwhile
+            if not can_run_logically(self._job, now):
+                raise
+            self._world, self.view = now, LogicalJobView(self._job, now, error)
+            return functools.partial(self._run_once, self.view, divide_arguments(arguments, now), now)
+
+    def _run_for_all(
+        self, view: ConsistentView, world: World, arguments: FlattenedArguments
+    ) -> Callable[[], CallResult]:
+        """Run a call's program as an operation of all workers."""
         if world.recovery is None:
-            try:
-                return world.run_for_all(
-                    lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
-                )
-            except CaptureError as error:
-                if not can_run_logically(self._job, world):
-                    raise
-                self.view = LogicalJobView(self._job, world, error)
-                return functools.partial(self.view.run, arguments)
+            return world.run_for_all(
+                lambda _: self._compute(view, arguments, world), generators=lambda: view.generators
+            )
         view.joint.share()  # operations of their own
         states, is_first = save_generators(view.generators), True
 
@@ -135,7 +145,7 @@ class WorldView:
             return view.run(arguments)
         except Exception as error:
             if world.recovery is not None and world.mesh.size > 1 and world.recovery.has_lost(error):
-                self._require_movable(world)
+                self._require_movable(world, is_inside=True)
             raise
 
     def _compute(self, view: ConsistentView, arguments: FlattenedArguments, world: World) -> Callable[[], CallResult]:
@@ -153,10 +163,17 @@ class WorldView:
         if isinstance(self.view, ConsistentView) and self._world is world:
             self.view.joint.prepare_next_call()
 
-    def _require_movable(self, world: World) -> None:
-        """Raise LostWorkerError if a worker was lost that had a part of what the job needs."""
+    def _require_movable(self, world: World, *, is_inside: bool = False) -> None:
+        """Raise LostWorkerError if a worker was lost that had a part of what the job needs.
+
+        Args:
+            world: The workers.
+            is_inside: Whether a call is interrupted that cannot be made again.
+        """
         job = self._job
         found = None
+        if is_inside and isinstance(self.view, LogicalJobView):
+            found = "one that is no program: each worker had a part of the call"
         if job.step_options.zero is not None:
             found = f"zero={job.step_options.zero!r}: it had a part of the states"
         elif job.accumulates and list_extension_modules(job.modules.values()):

@@ -200,6 +200,8 @@ class ActivityTracker:
         self._updated_at = now
         self._tree: dict[int, tuple[float, int]] = {}
         """CPU seconds and bytes moved of each child process, and the bytes of the process itself."""
+        self._cpu_seconds = 0.0
+        """What the process has used since the first update, and its children while it was idle."""
         self._cpu: deque[tuple[float, float]] = deque()
 
     def update(self, now: float, *, with_bytes: bool = True) -> None:
@@ -214,6 +216,7 @@ class ActivityTracker:
         if self.stats is None or before is None:
             return
         cpu = self.stats.cpu_seconds - before.cpu_seconds
+        self._cpu_seconds += cpu
         context_switches = self.stats.context_switches - before.context_switches
         moved = (
             cpu > MAX_IDLE_CPU_FRACTION * seconds + 1.5 * _TICK
@@ -241,8 +244,8 @@ class ActivityTracker:
         is_active = cpu > MAX_IDLE_CPU_FRACTION * seconds + 1.5 * _TICK or moved > MAX_IDLE_BYTES_PER_SECOND * seconds
         if self.idle_since == now or is_active or runs:
             self.tree_idle_since = now
-        own = self.stats.cpu_seconds if self.stats is not None else 0.0
-        self._cpu.append((now, own + sum(cpu for cpu, _ in self._tree.values())))
+        self._cpu_seconds += cpu
+        self._cpu.append((now, self._cpu_seconds))
         while len(self._cpu) > 2 and self._cpu[1][0] < now - CPU_WINDOW_SECONDS:
             self._cpu.popleft()
 

@@ -3,13 +3,9 @@
 import importlib.util
 from collections.abc import Sequence
 
-from rankless.config.backends import ABORTABLE
-from rankless.config.environment import user_backend
 from rankless.config.extension_run_options import GivenOptions, NamedWorkers, RunOptions, Settings
 from rankless.config.hosts import Endpoint, Host, is_here, parse_endpoint, read_endpoints
 from rankless.config.run_config import Cluster, RunRequest
-from rankless.config.shared_memory_support import is_supported
-from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import (
     DEFAULT_GEO_STEPS,
@@ -69,12 +65,10 @@ class ServerOptions(RunOptions):
         """See `RunOptions`."""
         return count_own_servers(find_servers(settings), cluster)
 
-    def count_lost_workers(self, settings: Settings, most: int) -> int:
+    def explain_required_workers(self, settings: Settings) -> str:
         """See `RunOptions`. In the mode `sync` the servers have what a step needs of a lost worker."""
-        servers = find_servers(settings)
-        if servers.mode != "sync":
-            return 0
-        return most if servers.lost_workers is None else min(most, servers.lost_workers)
+        mode = find_servers(settings).mode
+        return "" if mode == "sync" else f"--server-mode {mode}, in which each worker has steps of its own"
 
     def count_row_holders(self, settings: Settings) -> int:
         """See `RunOptions`."""
@@ -102,13 +96,11 @@ def read_servers(given: GivenOptions) -> RequestedServers | None:
             expected="--server-restarts as a number from 0 up", found=restarts, fix="give 0 to start no server again"
         )
     count = 0 if text is None else _read_count("--servers", text, least=0)
-    lost = _read_lost_workers(given, has_servers=count != 0)
     settings = {
         "mode": mode,
         "staleness": staleness,
         "geo_steps": geo_steps,
         "max_restarts": restarts,
-        "lost_workers": lost,
         "encrypted": given.get("encrypt-servers", False),
         "replicas": given.get("replicas", 0),
     }
@@ -223,18 +215,6 @@ def _require_no_server_options(given: GivenOptions) -> None:
             )
 
 
-def _read_lost_workers(given: GivenOptions, *, has_servers: bool) -> int | None:
-    """Return how many killed workers the run tolerates, or None without the option."""
-    lost: int | None = given.get("lost-workers")
-    if lost is not None and (lost < 0 or (lost > 0 and (not has_servers or _find_mode(given) != "sync"))):
-        raise ConfigError(
-            expected="--lost-workers as a number from 0 up, together with --servers and --server-mode sync",
-            found=f"--lost-workers {lost}" + ("" if has_servers else " without servers"),
-            fix="give --servers a number from 1 up, or omit --lost-workers",
-        )
-    return lost
-
-
 def _read_option(given: GivenOptions, option: str, *, of_mode: str, least: int, default: int) -> int:
     """Return the number of an option that one mode has."""
     number, mode = given.get(option.removeprefix("--")), _find_mode(given)
@@ -281,14 +261,6 @@ def check_servers(servers: RequestedServers, request: RunRequest, cluster: Clust
             found=f"{servers.count} servers, and workers that may join and leave",
             fix="omit the options of elastic jobs, or the servers",
         )
-    if servers.lost_workers and (request.mesh or request.plan is not None):
-        raise ConfigError(
-            expected="--lost-workers with a mesh of the axis data alone, or with --heter-workers",
-            found=f"--lost-workers {servers.lost_workers} with --mesh or a plan",
-            fix="omit --lost-workers",
-        )
-    if servers.lost_workers:
-        _require_groups_that_end(servers.lost_workers, request)
     has_kinds = request.heterogeneous_workers if cluster is None else cluster.heterogeneous_workers
     if has_kinds and servers.mode != "sync":
         raise ConfigError(
@@ -299,28 +271,6 @@ def check_servers(servers: RequestedServers, request: RunRequest, cluster: Clust
     require_replicas(servers)
     require_server_hosts(servers, cluster)
     require_server_packages()
-
-
-def _require_groups_that_end(lost_workers: int, request: RunRequest) -> None:
-    """Raise `ConfigError` if the workers' groups cannot be ended, so that they wait for a lost worker."""
-    support = is_supported()
-    if request.backend not in (None, *ABORTABLE):
-        found = f"--lost-workers {lost_workers} with --backend {request.backend}"
-    elif request.backend is None and user_backend() not in (None, *ABORTABLE):
-        found = f"--lost-workers {lost_workers} with RANKLESS_BACKEND={user_backend()}"
-    elif request.devices is not None and not request.devices.startswith("cpu"):
-        found = f"--lost-workers {lost_workers} with --devices {request.devices}"
-    elif request.devices is None and count_gpus():
-        found = f"--lost-workers {lost_workers} on a host with GPUs, which the workers use without --devices cpu"
-    elif not support:
-        found = f"no shared memory: {support.reason}"
-    else:
-        return
-    raise ConfigError(
-        expected="workers on CPUs that share memory, for --lost-workers: others cannot continue without a worker",
-        found=found,
-        fix="omit --lost-workers: then the first killed worker ends the run",
-    )
 
 
 def _require_known_mode(mode: str) -> None:

@@ -135,7 +135,7 @@ class ServerClient:
             raise LostWorkerError(
                 expected="tables that change in the steps of jobs only, where a worker is lost",
                 found="a push or a reset since the last step, for example of optimizer.step() outside a job",
-                fix="step tables in jobs, or pass --lost-workers 0 and start again from a checkpoint",
+                fix="step tables in jobs, or start again from a checkpoint, with --min-workers for all workers",
             )
         self.forget_early_rows()
         payload = (msgspec.json.encode(LostWorkersMessage(sorted(lost), round_number)),)

@@ -12,7 +12,6 @@ from rankless.config import hosts, validation
 from rankless.config.extensions import find_extension
 from rankless.config.hosts import Endpoint, parse_endpoint
 from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
-from rankless.config.shared_memory_support import Support
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import NAME, SERVER_MODES, SERVER_ROLE, RequestedServers, make_settings
 from rankless.extensions.servers.launch import options as server_options
@@ -113,7 +112,6 @@ REFUSED_ON_HOSTS = [
     ("--hosts 7:1,8:1 --heter-workers 7,8", "expected: --heter-workers as a number, that of each host"),
     ("--workers 7,8 --heter-workers 9 --mesh data=3", "found:    --mesh"),
     ("--workers 7,8 --heter-workers 9 --servers 7 --server-mode geo", "geo\n"),
-    ("--workers 7,8 --heter-workers 9 --lost-workers 1", "found:    --lost-workers 1 without servers"),
     ("--workers 8 --heter-workers 9", "expected: this host among 198.51.100.8, 198.51.100.9"),
 ]
 
@@ -145,34 +143,12 @@ def test_heterogeneous_workers_that_cannot_be_are_refused(command, options, mess
     assert not started
 
 
-def test_what_a_run_finds_on_its_host_tolerates_no_lost_worker(started, monkeypatch, capsys):
-    monkeypatch.setattr(server_options, "count_gpus", lambda: 8)
-    options = ("--servers", "1", "--workers", "2", "--lost-workers", "1", __file__)
-    assert main(["run", *options]) == 2
-    assert "found:    --lost-workers 1 on a host with GPUs" in capsys.readouterr().err
-    assert main(["run", "--devices", "cpu", *options]) == 0
-    monkeypatch.setenv("RANKLESS_BACKEND", "gloo")
-    assert main(["run", "--devices", "cpu", *options]) == 2
-    assert "found:    --lost-workers 1 with RANKLESS_BACKEND=gloo" in capsys.readouterr().err
+def test_a_mode_with_steps_of_each_worker_loses_none(started, capsys):
+    options = ("--servers", "1", "--workers", "2", "--min-workers", "1", __file__)
+    assert main(["run", "--server-mode", "async", *options]) == 2
+    assert "found:    --server-mode async, in which each worker has steps of its own" in capsys.readouterr().err
+    assert main(["run", *options]) == 0
     assert len(started) == 1
-
-
-@pytest.mark.parametrize("options", [("--backend", "gloo"), ("--devices", "0,1")], ids=" ".join)
-def test_a_run_whose_workers_cannot_end_their_groups_tolerates_no_lost_worker(options, started, monkeypatch, capsys):
-    monkeypatch.setattr(validation, "count_gpus", lambda: 8)
-    assert main(["run", "--servers", "1", "--workers", "2", "--lost-workers", "1", *options, __file__]) == 2
-    assert f"found:    --lost-workers 1 with {' '.join(options)}" in capsys.readouterr().err
-    assert not started
-
-
-def test_without_shared_memory_a_run_tolerates_no_lost_worker(started, monkeypatch, capsys):
-    monkeypatch.setattr(server_options, "is_supported", lambda: Support("it needs PyTorch 2.13 or newer"))
-    options = ("--servers", "1", "--workers", "2", __file__)
-    assert main(["run", "--lost-workers", "1", *options]) == 2
-    assert "found:    no shared memory: it needs PyTorch 2.13 or newer" in capsys.readouterr().err
-    assert not started
-    assert main(["run", "--lost-workers", "0", *options]) == main(["run", *options]) == 0
-    assert len(started) == 2
 
 
 @pytest.mark.parametrize("servers", ["2", "127.0.0.1,127.0.0.1"])
