@@ -1,6 +1,7 @@
 """`rankless run`: run a script on one or more workers, on this host or on several."""
 
 import argparse
+import importlib
 import sys
 
 from rankless.cli.extension_options import add_own_options, find_given_options
@@ -64,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_view_options(parser)
     _add_start_options(parser)
+    _add_failure_options(parser)
     add_own_options(parser)
     add_host_options(parser)
     add_program_options(parser)
@@ -78,13 +80,6 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="S",
         help="Seconds without progress after which a hung job ends; 0 for never. Default: from the time of its steps.",
-    )
-    parser.add_argument(
-        "--min-workers",
-        type=int,
-        metavar="N",
-        help="How few workers may be left after others were killed. A run of jobs on CPUs goes on without them, as the "
-        "same training. Default: 1, and one of each kind.",
     )
     parser.add_argument(
         "--debug-rank",
@@ -117,6 +112,25 @@ def _add_start_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", metavar="FILE", help=PLAN_HELP)
 
 
+def _add_failure_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what happens when a worker fails."""
+    parser.add_argument(
+        "--min-workers",
+        type=int,
+        metavar="N",
+        help="How few workers may be left after others were killed. A run of jobs on CPUs goes on without them, as the "
+        "same training. Default: 1, and one of each kind.",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="How often to start the script again after a failure; it finds its newest checkpoint by itself. Default: "
+        "0.",
+    )
+
+
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that say what the terminal shows besides the script's output."""
     parser.add_argument(
@@ -136,16 +150,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the job and return its exit code."""
     config, destination = _make_config(arguments), read_json_destination(arguments)
     summaries: list[RunSummary] = []
+    codes: list[int] = []
     try:
         with destination.reserve_standard_output(), ProgressObserver() as progress:
-            return agent.run(
-                config,
-                on_record=progress.receive,
-                out=sys.stdout,
-                err=sys.stderr,
-                hide_progress=progress.hidden,
-                context=agent.AgentContext(cursor=progress.cursor, on_summary=summaries.append),
-            )
+
+            def run_once() -> RunSummary | None:
+                summaries.clear()
+                codes.append(
+                    agent.run(
+                        config,
+                        on_record=progress.receive,
+                        out=sys.stdout,
+                        err=sys.stderr,
+                        hide_progress=progress.hidden,
+                        context=agent.AgentContext(cursor=progress.cursor, on_summary=summaries.append),
+                    )
+                )
+                return next(iter(summaries), None)
+
+            def notify(text: str) -> None:
+                with progress.hidden():
+                    print(f"rankless: {text}", file=sys.stderr, flush=True)
+
+            if not config.request.restarts:
+                run_once()
+            else:
+                # Imported here: most runs start once.
+                restarts = importlib.import_module("rankless.launch.recovery.restarts")
+                restarts.run_with_restarts(run_once, restarts=config.request.restarts, notify=notify)
+            return codes[-1]
     finally:
         for summary in summaries:
             destination.write(make_json_header(NAME, config.program, seed=config.seed), summary)
@@ -188,6 +221,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
             min_workers=arguments.min_workers,
+            restarts=arguments.restarts,
             grace_seconds=arguments.grace_seconds,
             debug_rank=arguments.debug_rank,
             heterogeneous_workers=requested.heterogeneous,

@@ -340,6 +340,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     min_workers: int | None = None
     """How many workers must be left after others were killed; None for one, where the run can go on without others."""
+    restarts: int = 0
+    """How often the script is started again after a failure."""
     debug_rank: int | None = None
     """The rank that gets the terminal, for a debugger; None for none."""
     grace_seconds: float | None = None

@@ -129,6 +129,14 @@ def check_numbers(request: RunRequest) -> None:
         raise ConfigError(expected="at least 1 thread per worker", found=threads, fix="give --threads 1 or more")
     if steps is not None and steps < 1:
         raise ConfigError(expected="at least 1 training step", found=steps, fix="give --steps a number from 1 up")
+    if request.restarts < 0:
+        raise ConfigError(expected="--restarts from 0 up", found=request.restarts, fix="give the number of restarts")
+    if request.restarts and request.cluster is not None and request.cluster.agent_start != "ssh":
+        raise ConfigError(
+            expected="--restarts on one host, or on hosts that host 0 starts by ssh",
+            found=f"--restarts {request.restarts} with a command on each host",
+            fix="omit --restarts, and let the cluster start the job again, as with sbatch --requeue",
+        )
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")
 

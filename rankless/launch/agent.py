@@ -157,7 +157,7 @@ def _make_survivors(job: ReadyJob) -> "SurvivorRounds | SurvivorRelay | None":
     """Return this host's part in letting workers continue without lost ones; None if none may be lost."""
     if not job.start.most_lost_workers:
         return None
-    # Imported here: most runs end with their first lost worker.
+    # Imported here: workers of many runs cannot be lost.
     survivors: SurvivorRounds | SurvivorRelay = importlib.import_module(
         "rankless.launch.recovery.survivors"
     ).make_survivors(job)

@@ -19,6 +19,7 @@ IMPORTED_LATE = {
     "rankless/api.py": "the logical view begins when the script imports torch, which it may do later",
     "rankless/cli/__init__.py": "a command is imported when it is called",
     "rankless/cli/program_options.py": "few command lines name a plan",
+    "rankless/cli/run.py": "most runs start once",
     "rankless/cli/checkpoint.py": "an export needs torch, and the help of the command line must not",
     "rankless/config/rank_awareness.py": "metadata of packages takes 40 ms, and most scripts import torch themselves",
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",

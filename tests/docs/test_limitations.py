@@ -66,7 +66,7 @@ SHOWN_BY = {
         "jobs/test_killed_workers.py::test_a_job_that_cannot_go_on_ends_and_the_killed_worker_is_the_cause"
     ),
     "A lost worker is": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
-    "A run does not start": "launch/test_failures.py::test_the_other_ranks_are_ended_soon",
+    "`--restarts` needs": "launch/test_restarts.py::test_restarts_that_no_run_can_have_are_refused",
     "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "`--mesh` with": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "A script without a": (
