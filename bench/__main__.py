@@ -30,6 +30,7 @@ MODULES = {
     "collectives": "collectives",
     "host_collectives": "host_collectives",
     "hang_watch": "hang_watch",
+    "recovery": "recovery",
     "tables": "tables",
     "table_servers": "table_servers",
     "early_rows": "early_rows",

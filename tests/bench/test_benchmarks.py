@@ -222,3 +222,19 @@ def test_collectives_of_both_sides_are_timed(operation: str, tmp_path: Path):
     ((ours, peer),) = json.loads((tmp_path / "times.json").read_text())
     assert ours > 0
     assert peer > 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("peer", [False, True])
+def test_the_step_after_a_kill_is_timed(peer: bool, tmp_path: Path):
+    command = torchrun(3, "recovery.py", "--ddp") if peer else rankless_run(3, "recovery.py")
+    if peer:
+        command[1:1] = ["--max-restarts", "1"]
+    run(command, folder=tmp_path)
+    assert 0 < float((tmp_path / "seconds").read_text()) < 200
+
+
+@pytest.mark.exhaustive
+def test_steps_of_a_run_that_may_lose_workers_are_timed(tmp_path: Path):
+    run(rankless_run(2, "recovery.py", "--steps", "4"), folder=tmp_path)
+    assert float((tmp_path / "step_seconds").read_text()) > 0

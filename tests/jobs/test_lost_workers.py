@@ -71,16 +71,6 @@ def test_no_more_workers_are_lost_than_the_option_allows(tmp_path):
     assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr
 
 
-def test_the_default_of_other_runs_is_that_a_killed_worker_ends_them(tmp_path):
-    done = rankless("run", "-n", "2", "--lost-workers", "1", "script.py", folder=tmp_path)
-    assert done.returncode == 2
-    assert "--lost-workers as a number from 0 up, together with --servers" in done.stderr
-    text = "import os, rankless\nrankless.rank()\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\n"
-    done = run_script(text + "rankless.once(print)\n", "-n", "2", folder=tmp_path)
-    assert done.returncode == 137
-    assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr
-
-
 @pytest.mark.exhaustive
 def test_an_error_of_the_script_ends_the_run_after_a_worker_was_lost(tmp_path):
     text = "for step in range(9):\n    die_at(step, 3)\n    if step == 6:\n        raise ValueError('no')\n"

@@ -1,8 +1,7 @@
 """Which workers continue after some were killed, in a run whose other processes have what a step needs of them.
 
-It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`). Round 0 is the process group with
-which the run begins. When a worker is killed by a signal, or its host is lost, its round ends, and all living workers
-ask for the next one. It starts once all have asked. A worker whose script has ended asks no more.
+It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`), and the protocol of
+`survivor_membership`.
 
 Host 0's agent decides for the workers of all hosts. The agents of other hosts pass messages on (`SurvivorRelay`).
 """
@@ -15,6 +14,19 @@ import msgspec
 
 from rankless.config.hosts import LOOPBACK
 from rankless.launch.other_hosts import Peers
+from rankless.launch.recovery.survivor_membership import (
+    Asked,
+    Ended,
+    EndRound,
+    Event,
+    Failed,
+    Joined,
+    Killed,
+    Limits,
+    StartRound,
+    begin,
+    transition,
+)
 from rankless.launch.rendezvous.leader_and_followers import LeaderPeer
 from rankless.launch.run_setup import ReadyJob
 from rankless.launch.signals import name_signal
@@ -25,7 +37,6 @@ from rankless.records.elastic_messages import (
     RoundStarted,
     StateSynced,
     WorkerMessage,
-    WorkerReady,
     assign_ranks,
     open_message_channel,
     receive_worker_message,
@@ -112,7 +123,10 @@ class WorkerChannels:
 
 
 class SurvivorRounds:
-    """Decides whether a run continues without a worker, and starts rounds of those that are left."""
+    """Decides whether a run continues without a worker, and starts rounds of those that are left.
+
+    The decisions are those of `survivor_membership.transition`; this class has the channels and the records.
+    """
 
     def __init__(
         self,
@@ -131,138 +145,100 @@ class SurvivorRounds:
             peers: The agents of the other hosts.
             end_store_round: Ends a round of the run's store. Default: nothing waits in one.
         """
-        self.channels, self._hosts, self._most_lost, self._peers = channels, hosts, most_lost, peers
+        self.channels, self._hosts, self._peers = channels, hosts, peers
         self._end_store_round = end_store_round
-        self.lost: set[int] = set()
-        """The workers without which the others continue."""
-        self._living = set(range(len(hosts.host_of)))
-        self._finished: set[int] = set()
-        """The workers that have ended by themselves with exit code 0."""
-        self._joined: set[int] = set()
-        """The workers that have been in a round."""
-        self._ready: set[int] = set()
+        self._limits = Limits(most_lost, hosts.kinds)
+        self._state = begin(len(hosts.host_of))
         self._process_ids: dict[int, int] = {}
-        self._round = 0
-        self._members: list[int] = sorted(self._living)
-        self._has_ended = False
-        """Whether the last round has ended."""
-        self._has_failed = False
-        """Whether a worker has failed by itself, so that the run ends."""
-        self._interrupted: set[int] = set()
-        """The workers that a lost connection has ended. The death of its peer may be reported later."""
 
     @property
     def first(self) -> int:
         """The first worker that was not lost."""
-        return min(set(range(len(self.lost) + 1)) - self.lost)
+        lost = self._state.lost
+        return min(set(range(len(lost) + 1)) - lost)
 
     def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
         """Return records of workers. The ends of lost workers say how many continue, and a notice follows them."""
         judged: list[AnyRecord] = []
         for record in records:
-            judged += self._judge(record) if self._most_lost else [record]
+            judged += self._judge(record) if self._limits.most_lost else [record]
         return judged
 
     def _judge(self, record: AnyRecord) -> list[AnyRecord]:
         if isinstance(record, Started):
             self._process_ids[record.rank] = record.pid
-        elif isinstance(record, Raised) and is_secondary_failure(record):
-            self._interrupted.add(record.rank)
-        elif isinstance(record, Raised) or (isinstance(record, ScriptFinished) and record.exit_code):
-            self._has_failed = self._has_failed or record.rank not in self._interrupted
+        elif isinstance(record, Raised):
+            self._take(Failed(record.rank, is_secondary=is_secondary_failure(record)))
+        elif isinstance(record, ScriptFinished) and record.exit_code:
+            self._take(Failed(record.rank))
         elif isinstance(record, HostLost):
             return self._judge_host(record)
-        elif isinstance(record, Exited) and record.rank in self._living:
+        elif isinstance(record, Exited) and record.rank in self._state.living:
             return self._judge_exit(record)
         return [record]
 
     def _judge_exit(self, record: Exited) -> list[AnyRecord]:
-        has_lost = record.exit_code < 0 and self._lose({record.rank})
-        if record.exit_code == 0 or not has_lost:
-            self._living.discard(record.rank)
-            self._ready.discard(record.rank)
-            self._has_failed = self._has_failed or record.exit_code != 0
-            self._finished |= {record.rank} if record.exit_code == 0 else set()
+        if record.exit_code >= 0:
+            self._take(Ended(record.rank, record.exit_code))
+        if record.exit_code >= 0 or not self._lose({record.rank}):
             return [record]
         how = f"was killed by {name_signal(-record.exit_code)}"
         text = f"worker {record.rank} (pid {self._process_ids.get(record.rank)}) {how}; {self._describe_living()}"
-        return [msgspec.structs.replace(record, survivors=len(self._living)), self._make_notice(record.rank, text)]
+        counted = msgspec.structs.replace(record, survivors=len(self._state.living))
+        return [counted, self._make_notice(record.rank, text)]
 
     def _judge_host(self, record: HostLost) -> list[AnyRecord]:
         """Return the ends of the workers of a lost host, if the others continue without them."""
         host = record.host_index
-        lost = {rank for rank in self._living if self._hosts.host_of[rank] == host}
+        lost = {rank for rank in self._state.living if self._hosts.host_of[rank] == host}
         is_needed = host in self._hosts.with_processes and not record.are_processes_covered
         if record.is_covered or (not is_needed and not lost):
             return [record]
+        if is_needed:
+            self._state = self._state._replace(has_failed=True)
         if is_needed or not self._lose(lost):
-            self._has_failed = True
             return [record]
-        now, count = time.monotonic_ns(), len(lost)
-        ends = [Exited(rank=rank, time_ns=now, exit_code=KILLED, survivors=len(self._living)) for rank in sorted(lost)]
+        now, count, living = time.monotonic_ns(), len(lost), len(self._state.living)
+        ends = [Exited(rank=rank, time_ns=now, exit_code=KILLED, survivors=living) for rank in sorted(lost)]
         text = f"host {record.host} {record.how}; {count} worker{'s' if count != 1 else ''} ended there; "
         covered = msgspec.structs.replace(record, is_covered=True)
         return [covered, *ends, self._make_notice(record.rank, text + self._describe_living())]
 
     def _lose(self, ranks: set[int]) -> bool:
-        """Go on without workers that have ended, if that is possible. Return whether it is."""
-        self._receive_messages()
-        living = self._living - ranks
-        has_kinds = all(map((living | self._finished).intersection, self._hosts.kinds))
-        is_allowed = len(self.lost) + len(ranks) <= self._most_lost and has_kinds
-        if not (self._joined >= living and living and is_allowed) or self._has_failed:
-            return False
-        self._living = living
-        self._ready -= ranks
-        self.lost |= ranks
-        if ranks:
-            self._end_round()
-        return True
+        """Continue without workers that were killed, if that is possible. Return whether it is."""
+        self.tick()  # what they have sent before
+        self._take(Killed(frozenset(ranks)))
+        return self._state.lost >= ranks
 
     def _describe_living(self) -> str:
-        count = len(self._living)
+        count = len(self._state.living)
         return f"{count} worker{'s continue' if count > 1 else ' continues'}"
 
     def _make_notice(self, rank: int, text: str) -> Notice:
         return Notice(rank=rank, time_ns=time.monotonic_ns(), text=text)
 
     def tick(self) -> None:
-        """Take the workers' messages, and start a round if all are ready."""
-        self._receive_messages()
-        if self._ready and self._ready >= self._living and not self._has_failed:
-            self._start_round()
-
-    def _receive_messages(self) -> None:
+        """Take the workers' messages. A round starts once all have asked for it."""
         for rank, message in [*self.channels.receive(), *self._peers.take_worker_messages()]:
-            self._take(rank, message)
+            self._take(Joined(rank) if isinstance(message, StateSynced) else Asked(rank, message.last_round))
 
-    def _take(self, rank: int, message: WorkerMessage) -> None:
-        if isinstance(message, StateSynced):
-            self._joined.add(rank)
-        elif isinstance(message, WorkerReady) and rank in self._living:
-            self._ready.add(rank)
-            if message.last_round == self._round > 0:  # it could not join the others
-                self._end_round()
+    def _take(self, event: Event) -> None:
+        self._state, actions = transition(self._state, event, self._limits)
+        for action in actions:
+            if isinstance(action, EndRound):
+                self._send(action.members, RoundEnded(round=action.number))
+                if action.number:
+                    self._end_store_round(action.number)
+            else:
+                for rank in action.members:
+                    self._send([rank], self._make_start(action, rank))
 
-    def _start_round(self) -> None:
-        self._round += 1
-        self._members, self._ready, self._has_ended = sorted(self._living), set(), False
-        for member in self._members:
-            self._send([member], self._make_start(member))
-
-    def _make_start(self, rank: int) -> RoundStarted:
+    def _make_start(self, started: StartRound, rank: int) -> RoundStarted:
         hosts = self._hosts
-        assignments = assign_ranks([str(hosts.host_of[member]) for member in self._members])
-        address = hosts.addresses[hosts.host_of[self._members[0]]] if hosts.addresses else LOOPBACK
-        assignment = assignments[self._members.index(rank)]
-        return RoundStarted(round=self._round, assignment=assignment, address=address, must_sync=False)
-
-    def _end_round(self) -> None:
-        if not self._has_ended:
-            self._has_ended = True
-            self._send(self._living, RoundEnded(round=self._round))
-            if self._round:
-                self._end_store_round(self._round)
+        assignments = assign_ranks([str(hosts.host_of[member]) for member in started.members])
+        address = hosts.addresses[hosts.host_of[started.members[0]]] if hosts.addresses else LOOPBACK
+        assignment = assignments[started.members.index(rank)]
+        return RoundStarted(round=started.number, assignment=assignment, address=address, must_sync=False)
 
     def _send(self, ranks: Iterable[int], message: DriverMessage) -> None:
         own_host = self._hosts.host_of[0]

@@ -1,0 +1,79 @@
+"""A training of a GPT of 10 million parameters whose worker 1 is killed before a step, with Rankless or with DDP.
+
+The script writes to `seconds` how long the first step took that had not been made before, from the kill. With DDP a
+checkpoint is written every 10 steps, from which torchrun's second start continues; ours has none.
+"""
+
+import argparse
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import rankless
+from bench.models import CHARACTERS, CONTEXT, GPT
+
+ROWS, KILLED_BEFORE, SAVED_EVERY = 8, 15, 10
+parser = argparse.ArgumentParser()
+parser.add_argument("--ddp", action="store_true")
+parser.add_argument("--steps", type=int, help="measure a step, and kill nobody")
+arguments = parser.parse_args()
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = GPT(layers=8, width=320)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+steps = arguments.steps or KILLED_BEFORE + 1
+text = torch.randint(CHARACTERS, (ROWS * steps, CONTEXT + 1))
+
+
+def lose(tokens: torch.Tensor, network: torch.nn.Module = model) -> torch.Tensor:
+    return F.cross_entropy(network(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def die_before(step: int) -> None:
+    if step == KILLED_BEFORE and rank == 1 and arguments.steps is None and not os.path.exists("killed"):
+        Path("killed").write_text(repr(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_with_rankless() -> int:
+    train = rankless.job(model=model, optimizer=optimizer)(lose)
+    for step, (tokens,) in enumerate(rankless.loader(torch.utils.data.TensorDataset(text), batch_size=ROWS)):
+        if step == steps // 2:
+            start = time.monotonic()
+        die_before(step)
+        train(tokens)
+    if arguments.steps is not None and rankless.rank() == 0:
+        Path("step_seconds").write_text(str((time.monotonic() - start) / (steps - steps // 2)))
+    return rankless.rank()
+
+
+def train_with_ddp() -> int:
+    dist.init_process_group("gloo")
+    parallel = DistributedDataParallel(model)
+    first = 0
+    if os.path.exists("checkpoint.pt"):
+        saved = torch.load("checkpoint.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        first = saved["step"]
+    for step in range(first, steps):
+        die_before(step)
+        tokens = text[ROWS * step : ROWS * (step + 1)].tensor_split(dist.get_world_size())[rank]
+        optimizer.zero_grad()
+        lose(tokens, parallel).backward()
+        optimizer.step()
+        if (step + 1) % SAVED_EVERY == 0 and rank == 0:
+            states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+            torch.save(states, "checkpoint.new")
+            os.replace("checkpoint.new", "checkpoint.pt")
+    return rank
+
+
+if (train_with_ddp if arguments.ddp else train_with_rankless)() == 0 and arguments.steps is None:
+    Path("seconds").write_text(str(time.time() - float(Path("killed").read_text())))
