@@ -117,7 +117,9 @@ def make_start(
     address = str(store.getsockname()[0])
     backend = choose_backend([each for each in devices if each], config.backend)
     most_lost = count_most_lost(config, devices)
-    if most_lost:
+    request = config.request
+    # Between hosts of one worker each Gloo sends large tensors faster, so the user or an extension asks for another.
+    if most_lost and (request.min_workers is not None or request.options):
         backend = choose_abortable_backend(backend, config)
     return AgreedJobConfig(
         run_id=make_run_id(profile),

@@ -1,4 +1,4 @@
-"""Which workers continue after others were killed, as one pure function: a state and an event in, a state and actions out.
+"""Which workers continue after others were killed, as one pure function: state and event in, state and actions out.
 
 Note [protocol of survivors]: who decides, and what is durable when.
 
