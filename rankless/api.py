@@ -219,7 +219,7 @@ def check_synchronized(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
     world.require_not_in_once("rankless.check_synchronized")
     world.joint.meet("rankless.check_synchronized")
     if world.workers.size > 1:
-        require_synchronized(model, optimizer)
+        world.run_for_all(lambda _: require_synchronized(model, optimizer))
 
 
 def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, batches: int | None = None) -> None:
@@ -250,7 +250,7 @@ def check_shards(loader: Any, *, all_samples: bool = True, even: bool = True, ba
     world.require_not_in_once("rankless.check_shards")
     if world.mesh.size > 1:
         wanted = ShardCheckOptions(all_samples=all_samples, even=even, batches=batches)
-        require_shards(loader, wanted, mesh=world.mesh, notify=world.notify)
+        world.run_for_all(lambda now: require_shards(loader, wanted, mesh=now.mesh, notify=now.notify))
 
 
 def spawn(

@@ -54,7 +54,10 @@ def train_with_rankless() -> int:
 
 
 def train_with_ddp() -> int:
-    dist.init_process_group("gloo")
+    # torchrun's restart finds the addresses of the first start in its store, so that Gloo fails to connect.
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    attempt = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
     parallel = DistributedDataParallel(model)
     first = 0
     if os.path.exists("checkpoint.pt"):

@@ -107,6 +107,10 @@ class OptimizerChanges:
         """Record the optimizer's state as unchanged. A job calls it after each step."""
         self._marks[optimizer] = _mark(optimizer)
 
+    def forget(self, optimizer: Optimizer) -> None:
+        """Take all of the state for changed, as every rank of a new group does: one may have looked before."""
+        self._marks.pop(optimizer, None)
+
     def find_changes(self, optimizer: Optimizer) -> list[StateEntry] | None:
         """Return the values that have changed since the state was recorded, or None if nothing has.
 

@@ -90,6 +90,8 @@ class WorldView:
         if self.view is not None and world.recovery is not None and self._world is not world:
             self._require_movable(world)
             self.view = None
+            for optimizer in self._job.optimizers:
+                world.script.optimizer_changes.forget(optimizer)
         self._world = world
         self.view = self.view or start_view(self._job, world)
         if self.view is not before and isinstance(before, ConsistentView) and isinstance(self.view, ConsistentView):

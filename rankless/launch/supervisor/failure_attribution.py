@@ -47,6 +47,7 @@ _LOST_CONNECTION = re.compile(
     r"|rank \d+ (raised|failed)\b"
     r"|the process of rank \d+ has ended|rank \d+ (aborted|has closed) the group|the launcher ends the run"
     r"|the connection to (rank \d+|a rank of another host) is lost|cannot go on with the ranks of other hosts"
+    r"|ranks? \d[\d, and]* ended without the call"
     r"|rank \d+ left a collective because of an exception|rank \d+ found that the calls of the ranks do not match"
 )
 _WHILE = " while workers ran"
