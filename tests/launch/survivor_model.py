@@ -15,8 +15,8 @@ from rankless.launch.recovery.survivor_membership import (
     Joined,
     Killed,
     Limits,
-    Membership,
     StartRound,
+    WorkerMembership,
     begin,
     transition,
 )
@@ -41,7 +41,7 @@ class State(NamedTuple):
     """All workers, the agent, and what is on its way."""
 
     workers: tuple[Worker, ...]
-    agent: Membership
+    agent: WorkerMembership
     to_agent: tuple[tuple[Event, ...], ...]
     """The messages of each worker that have not arrived."""
     to_worker: tuple[tuple[object, ...], ...]
@@ -50,7 +50,7 @@ class State(NamedTuple):
     arrived: frozenset[tuple[int, int, int]] = frozenset()
     """Round, operation and rank of each arrival at a barrier. One that has died since has arrived, too."""
     joins: frozenset[tuple[int, int, int]] = frozenset()
-    """Round, rank, and what the worker has passed, of each that has joined and told the others."""
+    """Round, rank, and what the worker has passed, of each that has joined and known the others."""
     kills: int = 0
     members: tuple[tuple[int, ...], ...] = ()
     """The members of each round."""
@@ -160,15 +160,15 @@ def _worker_steps(state: State, run: Run, rank: int, worker: Worker) -> Iterator
 
 
 def _join(state: State, rank: int, worker: Worker, members: tuple[int, ...]) -> Iterator[State]:
-    """Tell the others of a round what counts here; then hear what counts for all, once all have told it."""
+    """Tell the others of a round what counts here; then hear what counts for all, once all have known it."""
     own = (worker.round, rank, worker.passed)
     if own not in state.joins:
         yield state._replace(joins=state.joins | {own})
         return
-    told = [passed for number, _, passed in state.joins if number == worker.round]
-    if len(told) < len(members):
+    known = [passed for number, _, passed in state.joins if number == worker.round]
+    if len(known) < len(members):
         return
-    counted = max(told)
+    counted = max(known)
     assert counted - worker.passed <= 1, "nobody is more than one operation ahead"
     applied = worker.applied
     if counted > worker.passed:

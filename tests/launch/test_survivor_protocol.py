@@ -13,8 +13,8 @@ from rankless.launch.recovery.survivor_membership import (
     EndRound,
     Event,
     Limits,
-    Membership,
     StartRound,
+    WorkerMembership,
 )
 
 ONE_HOST, TWO_HOSTS = (0, 0, 0), (0, 0, 1, 1)
@@ -42,11 +42,11 @@ def test_larger_runs_and_more_deaths(name: str):
     assert explore(LARGE_RUNS[name]) > 100_000
 
 
-Transition = Callable[[Membership, Event, Limits], tuple[Membership, list[Action]]]
+Transition = Callable[[WorkerMembership, Event, Limits], tuple[WorkerMembership, list[Action]]]
 
 
 def start_without_waiting(right: Transition) -> Transition:
-    def wrong(before: Membership, event: Event, limits: Limits) -> tuple[Membership, list[Action]]:
+    def wrong(before: WorkerMembership, event: Event, limits: Limits) -> tuple[WorkerMembership, list[Action]]:
         state, actions = right(before, event, limits)
         if isinstance(event, Asked) and not actions and not state.has_failed:
             started = StartRound(state.round + 1, tuple(sorted(state.ready)))
@@ -57,7 +57,7 @@ def start_without_waiting(right: Transition) -> Transition:
 
 
 def tell_nobody_of_the_end(right: Transition) -> Transition:
-    def wrong(before: Membership, event: Event, limits: Limits) -> tuple[Membership, list[Action]]:
+    def wrong(before: WorkerMembership, event: Event, limits: Limits) -> tuple[WorkerMembership, list[Action]]:
         state, actions = right(before, event, limits)
         return state, [each for each in actions if not isinstance(each, EndRound)]
 
@@ -65,7 +65,7 @@ def tell_nobody_of_the_end(right: Transition) -> Transition:
 
 
 def keep_the_round_that_one_could_not_join(right: Transition) -> Transition:
-    def wrong(before: Membership, event: Event, limits: Limits) -> tuple[Membership, list[Action]]:
+    def wrong(before: WorkerMembership, event: Event, limits: Limits) -> tuple[WorkerMembership, list[Action]]:
         earlier = Asked(event.rank, before.round - 1) if isinstance(event, Asked) else event
         return right(before, earlier, limits)
 

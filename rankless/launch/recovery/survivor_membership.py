@@ -36,7 +36,7 @@ class Limits(NamedTuple):
     kinds: tuple[tuple[int, ...], ...] = ()
 
 
-class Membership(NamedTuple):
+class WorkerMembership(NamedTuple):
     """What the agent knows of the workers. They are named by the ranks with which the run began."""
 
     living: frozenset[int]
@@ -107,12 +107,12 @@ Event = Joined | Asked | Failed | Ended | Killed
 Action = StartRound | EndRound
 
 
-def begin(count: int) -> Membership:
+def begin(count: int) -> WorkerMembership:
     """Return the membership of a run that begins with so many workers."""
-    return Membership(living=frozenset(range(count)))
+    return WorkerMembership(living=frozenset(range(count)))
 
 
-def transition(before: Membership, event: Event, limits: Limits) -> tuple[Membership, list[Action]]:
+def transition(before: WorkerMembership, event: Event, limits: Limits) -> tuple[WorkerMembership, list[Action]]:
     """Return what the agent knows after an event, and what it tells the workers, in this order."""
     state, actions = before, list[Action]()
     if isinstance(event, Joined):
@@ -144,7 +144,7 @@ def transition(before: Membership, event: Event, limits: Limits) -> tuple[Member
     return state, actions
 
 
-def can_lose(state: Membership, ranks: Iterable[int], limits: Limits) -> bool:
+def can_lose(state: WorkerMembership, ranks: Iterable[int], limits: Limits) -> bool:
     """Return whether the others can continue without workers that have ended."""
     lost = frozenset(ranks)
     living = state.living - lost
@@ -153,11 +153,11 @@ def can_lose(state: Membership, ranks: Iterable[int], limits: Limits) -> bool:
     return state.joined >= living and bool(living) and is_allowed and not state.has_failed
 
 
-def _without(state: Membership, ranks: frozenset[int]) -> Membership:
+def _without(state: WorkerMembership, ranks: frozenset[int]) -> WorkerMembership:
     return state._replace(living=state.living - ranks, ready=state.ready - ranks)
 
 
-def _end_round(state: Membership) -> tuple[Membership, list[Action]]:
+def _end_round(state: WorkerMembership) -> tuple[WorkerMembership, list[Action]]:
     if state.has_ended:
         return state, []
     return state._replace(has_ended=True), [EndRound(state.round, state.living)]
