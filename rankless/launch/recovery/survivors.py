@@ -152,10 +152,14 @@ class SurvivorRounds:
         self._process_ids: dict[int, int] = {}
 
     @property
+    def lost(self) -> frozenset[int]:
+        """The workers without which the others continue."""
+        return self._state.lost
+
+    @property
     def first(self) -> int:
         """The first worker that was not lost."""
-        lost = self._state.lost
-        return min(set(range(len(lost) + 1)) - lost)
+        return min(set(range(len(self.lost) + 1)) - self.lost)
 
     def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
         """Return records of workers. The ends of lost workers say how many continue, and a notice follows them."""
