@@ -100,6 +100,8 @@ def test_two_runs_at_once_are_both_shown_and_one_can_be_chosen(held: Path, tmp_p
     job = start_script(HOLDING, "-n", "2", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
     try:
         wait_for_ranks(job, tmp_path, 0, 1)
+        # On a loaded machine a worker may not answer in time where it is.
+        wait_until(lambda: all(each["place"] for each in read_one("log/latest", folder=tmp_path)["workers"]))
         own = read_one("log/latest", folder=tmp_path)
         shown = read_status(folder=tmp_path)
         ids = [each["run_id"] for each in shown]
