@@ -141,7 +141,6 @@ def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
         devices: The torch device of each worker.
     """
     request = config.request
-    requested = config.backend or user_backend()
     others = [axis.name for axis in config.mesh if axis.role != "data" and axis.size > 1]
     if others and not _find_kinds(config):
         return f"a mesh with the axis {others[0]}: each of its workers has a part of the model"
@@ -153,8 +152,8 @@ def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
         return "a script without jobs in the logical view: each worker has a part of the step that it is in"
     if any(device != "cpu" for device in devices):
         return "workers with accelerators, whose groups cannot be ended"
-    if requested not in (None, *ABORTABLE):
-        return f"--backend {requested} (RANKLESS_BACKEND), whose groups cannot be ended"
+    if config.backend not in (None, *ABORTABLE):
+        return f"--backend {config.backend} (RANKLESS_BACKEND), whose groups cannot be ended"
     if not (support := is_supported()):
         return f"no shared memory: {support.reason}"
     if request.options:

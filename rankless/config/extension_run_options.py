@@ -75,7 +75,7 @@ class RunOptions:
 
     def explain_required_workers(self, settings: Settings) -> str:
         """Return why a run cannot go on without a killed worker, for errors; "" if it can."""
-        return "an option of an extension"
+        return "options of an extension that needs every worker"
 
     def count_row_holders(self, settings: Settings) -> int:
         """Return how many processes of the extension divide the rows of tables among them; 0 if workers have them."""

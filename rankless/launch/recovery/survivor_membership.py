@@ -84,7 +84,7 @@ class Ended(NamedTuple):
 
 
 class Killed(NamedTuple):
-    """Signals have ended workers, or their host is lost; no ranks for a host without workers."""
+    """Signals have ended workers, or their host is lost."""
 
     ranks: frozenset[int]
 
@@ -133,9 +133,7 @@ def transition(before: WorkerMembership, event: Event, limits: Limits) -> tuple[
         else:
             state = state._replace(has_failed=True)
     elif isinstance(event, Killed) and can_lose(state, event.ranks, limits):
-        state = _without(state, event.ranks)._replace(lost=state.lost | event.ranks)
-        if event.ranks:
-            state, actions = _end_round(state)
+        state, actions = _end_round(_without(state, event.ranks)._replace(lost=state.lost | event.ranks))
     elif isinstance(event, Killed):
         state = _without(state, event.ranks)._replace(has_failed=True)
     if state.ready and state.ready >= state.living and not state.has_failed:
