@@ -15,7 +15,9 @@ import rankless
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--epochs", type=int, default=4)
-parser.add_argument("--pause", type=float, default=0.1, help="seconds between two steps, in which you can kill a worker")
+parser.add_argument(
+    "--pause", type=float, default=0.1, help="seconds between two steps, in which you can kill a worker"
+)
 arguments = parser.parse_args()
 
 torch.set_default_dtype(torch.float64)
