@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         shard_batch,
         shutdown,
         spawn,
+        stopping,
         world_size,
     )
 
@@ -73,6 +74,7 @@ __all__ = [
     "shard_batch",
     "shutdown",
     "spawn",
+    "stopping",
     "world_size",
 ]
 

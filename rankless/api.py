@@ -19,7 +19,7 @@ from rankless import checkpoint
 from rankless.collectives.broadcast_state import require_synchronized
 from rankless.config.environment import is_launched
 from rankless.config.rank_awareness import read_zero
-from rankless.context.once_for_all_ranks import call_in_one_process, call_once
+from rankless.context.once_for_all_ranks import call_in_one_process, call_once, require_no_capture
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.random_generators import take_process_states
@@ -48,6 +48,7 @@ from rankless.runtime.current_context import (
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.find_rendezvous import JOIN_TIMEOUT_SECONDS
 from rankless.runtime.rendezvous.init_arguments import parse_rendezvous_address
+from rankless.runtime.stop_requests import REQUESTS
 from rankless.terminal.progress_display import ProgressDisplay
 from rankless.user_code import caller_line, display_name
 
@@ -76,6 +77,7 @@ __all__ = [
     "shard_batch",
     "shutdown",
     "spawn",
+    "stopping",
     "world_size",
 ]
 
@@ -366,6 +368,35 @@ def once(function: Callable[Arguments, Result], *args: Arguments.args, **kwargs:
         return call_in_one_process(lambda: function(*args, **kwargs), name=_name(function))
     world = context.world
     return call_once(lambda: function(*args, **kwargs), name=_name(function), world=world)
+
+
+def stopping() -> bool:
+    """Return whether this run has been asked to stop: True on all ranks at the same call.
+
+    Call it on every rank, once per step. From the first call on, SIGTERM does not end the script: break the loop, save,
+    and let the script end. `rankless run` then exits with 75, which means "start me again". In a job of Slurm, SIGUSR1
+    and SIGUSR2 are requests too, if the script has no handlers of its own. Its own handler of SIGTERM is called too.
+
+    Returns:
+        Whether to stop. Once True, it stays so.
+
+    Raises:
+        CaptureError: The call is inside a job.
+        ConfigError: The first call is not in the main thread.
+        RanksDiverged: Another rank makes another call.
+        RanklessError: The call is inside `rankless.once`.
+
+    Example:
+        >>> for step in range(3):
+        ...     if rankless.stopping():
+        ...         break
+        >>> step
+        2
+    """
+    require_no_capture("rankless.stopping()")
+    world = _current_in_any_view().world
+    world.require_not_in_once("rankless.stopping")
+    return REQUESTS.ask(world)
 
 
 def job(
@@ -782,6 +813,7 @@ def checkpoints(
     mode: checkpoint.Mode = "min",
     layout: checkpoint.Layout = "whole",
     background: bool = False,
+    autosave: bool | Callable[[], int] = False,
 ) -> checkpoint.Checkpoints:
     """Manage the checkpoints of a training run in `folder`: save by step, keep the last and the best, resume.
 
@@ -794,12 +826,15 @@ def checkpoints(
         mode: Whether the best metric is the smallest ("min", as for a loss) or the largest ("max").
         layout: As in `rankless.save`.
         background: As in `rankless.save`.
+        autosave: Whether to save the objects of the last `load` or `save`, and end with exit code 75, when the run is
+            asked to stop. Steps are batches of the one `rankless.loader` among them, or what a function returns.
 
     Returns:
         A `Checkpoints` object with `save`, `load`, `wait`, `latest`, `best` and `steps`.
 
     Raises:
         CheckpointError: `keep_last`, `keep_best` or `mode` is invalid.
+        ConfigError: `autosave` outside of the main thread.
 
     Example:
         >>> model = torch.nn.Linear(3, 1)
@@ -813,9 +848,23 @@ def checkpoints(
         folder,
         retention=checkpoint.Retention(keep_last=keep_last, keep_best=keep_best, mode=mode),
         options=checkpoint.SaveOptions(layout=layout, background=background),
-        saver=lambda: _find_saver("a method of rankless.checkpoints"),
-        notify=lambda text: _world().notify(text),
-        prepare_load=divide_states_of_jobs,
+        run=checkpoint.RunFunctions(
+            find_saver=lambda: _find_saver("a method of rankless.checkpoints"),
+            notify=lambda text: _world().notify(text),
+            prepare_load=divide_states_of_jobs,
+        ),
+        autosave=_make_autosave(autosave),
+    )
+
+
+def _make_autosave(wanted: bool | Callable[[], int]) -> checkpoint.Autosave | None:
+    if wanted is False:
+        return None
+    REQUESTS.watch()
+    return checkpoint.Autosave(
+        is_stopping=lambda: REQUESTS.ask(_world()) and not _world().passes.have_unfinished_calls,
+        is_loader=lambda each: isinstance(each, Loader),
+        count=None if wanted is True else wanted,
     )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rankless.checkpoint.autosave import Autosave
 from rankless.checkpoint.loading import load
 from rankless.checkpoint.raise_on_all_ranks import Agreement
 from rankless.checkpoint.retention import (
@@ -35,6 +36,18 @@ class Restored:
     extra: Any
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFunctions:
+    """What checkpoints use of the run."""
+
+    find_saver: Callable[[], Saver]
+    """Returns what saves at present."""
+    notify: Callable[[str], None]
+    """Shows the user a notice."""
+    prepare_load: Callable[[Iterable[Any]], None] = lambda _objects: None
+    """Called on all ranks with the objects of a load, before anything is read."""
+
+
 class Checkpoints:
     """The checkpoints of one training run, each in `FOLDER/step-STEP`.
 
@@ -60,18 +73,16 @@ class Checkpoints:
         *,
         retention: Retention,
         options: SaveOptions,
-        saver: Callable[[], Saver],
-        notify: Callable[[str], None],
-        prepare_load: Callable[[Iterable[Any]], None] = lambda _objects: None,
+        run: RunFunctions,
+        autosave: Autosave | None = None,
     ) -> None:
         check_retention(retention)
         self.folder = Path(os.path.realpath(folder))
         self._directory = CheckpointDirectory(self.folder)
         self._retention = retention
         self._options = options
-        self._saver = saver
-        self._notify = notify
-        self._prepare_load = prepare_load
+        self._run = run
+        self._autosave = autosave
 
     def save(self, step: int, *, metric: Any = None, extra: Any = None, **objects: Any) -> None:
         """Write the state of objects and of all random number generators, as of `step`.
@@ -103,12 +114,31 @@ class Checkpoints:
                 found="none",
                 fix="pass metric=…, or leave out keep_best",
             )
-        self._saver().save(
+        if self._autosave is not None:
+            self._autosave.require_step(step)
+        self._write(step, number, extra, objects)
+        self._follow(step, extra, objects)
+
+    def _write(self, step: int, metric: float | None, extra: Any, objects: dict[str, Any]) -> None:
+        self._run.find_saver().save(
             self.folder / f"step-{step}",
             objects,
             options=SaveOptions(layout=self._options.layout, background=self._options.background, extra=extra),
-            series=CheckpointSeries(directory=self._directory, retention=self._retention, step=step, metric=number),
+            series=CheckpointSeries(directory=self._directory, retention=self._retention, step=step, metric=metric),
         )
+
+    def _follow(self, step: int, extra: Any, objects: dict[str, Any]) -> None:
+        """Let the script's next step be preceded by a save, if the run shall stop by then."""
+        if self._autosave is None:
+            return
+
+        def save(number: int) -> None:
+            if number != step or self.steps[-1:] != [number]:
+                self._write(number, None, extra, objects)
+            self._run.find_saver().wait()
+            self._run.notify(f"the run was asked to stop: {self.folder / f'step-{number}'} has its state")
+
+        self._autosave.follow(objects.values(), step, save)
 
     def load(
         self, which: str | int = "latest", *, strict: bool = True, random: bool = True, **objects: Any
@@ -136,11 +166,12 @@ class Checkpoints:
             >>> checkpoints.load(model=model).step
             100
         """
-        saver = self._saver()
+        saver = self._run.find_saver()
         saver.wait()
         restored: Restored | None = saver.run_for_all(
             lambda: self._restore(saver, which, objects, strict=strict, random=random)
         )
+        self._follow(0 if restored is None else restored.step, None if restored is None else restored.extra, objects)
         return restored
 
     def _restore(
@@ -152,10 +183,10 @@ class Checkpoints:
             agreement.summary = "none is there" if found is None else f"step {found.position.step} is there"
         if found is None:
             return None
-        self._prepare_load(objects.values())
+        self._run.prepare_load(objects.values())
         loaded = load(found.path, objects, mesh=saver.mesh, owner=saver.owner, strict=strict, random=random)
         if loaded.left_out:
-            self._notify(f"loading {found.path} left out:\n{loaded.left_out}")
+            self._run.notify(f"loading {found.path} left out:\n{loaded.left_out}")
         return Restored(step=found.position.step, metric=found.position.metric, extra=loaded.extra)
 
     def wait(self) -> None:
@@ -167,7 +198,7 @@ class Checkpoints:
         Example:
             >>> rankless.checkpoints("run", background=True).wait()
         """
-        self._saver().wait()
+        self._run.find_saver().wait()
 
     @property
     def latest(self) -> Path | None:

@@ -5,6 +5,7 @@ They give a process its rank. Slurm's also lead to the address of rank 0. The ot
 """
 
 import re
+import signal
 import subprocess
 from collections.abc import Mapping
 from typing import Literal
@@ -153,6 +154,14 @@ def _read_kubernetes(variables: Mapping[str, str]) -> ClusterWorker | None:
         return None
     known = int(size) if size.isdecimal() and int(index) < int(size) else UNKNOWN_SIZE
     return ClusterWorker(launcher="Kubernetes", rank=int(index), world_size=known)
+
+
+def list_warning_signals(variables: Mapping[str, str]) -> tuple[int, ...]:
+    """Return the signals with which the cluster manager of this process says that the job will end soon.
+
+    Slurm sends what `--signal` names. Its users take SIGUSR1 or SIGUSR2, which have no other meaning.
+    """
+    return (signal.SIGUSR1, signal.SIGUSR2) if "SLURM_JOB_ID" in variables else ()
 
 
 def choose_grace(seconds: float | None, variables: Mapping[str, str]) -> float:

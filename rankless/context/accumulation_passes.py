@@ -70,6 +70,11 @@ class LoaderPasses:
         """Notify this job of the ends of passes from now on."""
         self._jobs.add(job)
 
+    @property
+    def have_unfinished_calls(self) -> bool:
+        """Whether a job holds calls without a step."""
+        return any(job.unfinished_calls() is not None for job in self._jobs)
+
     def warn_unfinished(self, notify: Callable[[str], None]) -> None:
         """Warn about calls without a step, at the end of the script."""
         for job in list(self._jobs):

@@ -25,18 +25,23 @@ class _Outcome(msgspec.Struct, frozen=True):
 
 def call_once(function: Callable[[], Result], *, name: str, world: World) -> Result:
     """Return on every rank what `function` returns on rank 0. See `rankless.once`."""
-    if get_proxy_mode() is not None or detect_fake_mode() is not None:
-        raise CaptureError(
-            expected="a job that computes on tensors",
-            found=f"rankless.once({name}) inside it, which would run at capture and never again",
-            fix="call it before the job, and pass its result as an argument",
-        )
+    require_no_capture(f"rankless.once({name})")
     if world.script.once.call is not None:
         return function()
     returned: list[bytes] = []
     """What the function has returned here, so that it is not called again if another rank is lost meanwhile."""
 
     return world.run_for_all(lambda now: _call_and_share(function, returned, name, now))
+
+
+def require_no_capture(call: str) -> None:
+    """Raise `CaptureError` for a call in a job that is being captured."""
+    if get_proxy_mode() is not None or detect_fake_mode() is not None:
+        raise CaptureError(
+            expected="a job that computes on tensors",
+            found=f"{call} inside it, which would run at capture and never again",
+            fix="call it before the job, and pass its result as an argument",
+        )
 
 
 def call_in_one_process(function: Callable[[], Result], *, name: str) -> Result:

@@ -50,6 +50,10 @@ class Loader(Generic[Batch]):
         self.options = options
         self.epoch = 0
         """Number of passes that have begun."""
+        self.yielded = 0
+        """Number of batches yielded in this process, in all passes."""
+        self.before_step: Callable[[], None] = lambda: None
+        """Called when the script asks for a batch that may exist, before anything of it is read or drawn."""
         self._world = world
         self._order = SampleOrder(dataset, options)
         self._source = BatchSource(self._order)
@@ -69,6 +73,19 @@ class Loader(Generic[Batch]):
         present = self._active_pass()
         return 0 if present is None else present.position
 
+    @property
+    def finished_epochs(self) -> int:
+        """Number of passes that are over: where a loop over epochs begins, also after `load_state_dict`.
+
+        Example:
+            >>> loader = rankless.loader(range(5), batch_size=2)
+            >>> for epoch in range(loader.finished_epochs, 3):
+            ...     batches = list(loader)
+            >>> loader.finished_epochs
+            3
+        """
+        return self.epoch - (self._active_pass() is not None)
+
     def __len__(self) -> int:
         """Return the number of batches in a pass.
 
@@ -86,7 +103,8 @@ class Loader(Generic[Batch]):
 
         Readers and the position within a pass stay in this process. The first pass of the copy is a new one.
         """
-        return {**self.__dict__, "_source": BatchSource(self._order), "_pass": None, "_monitor": None}
+        fresh = {"_source": BatchSource(self._order), "_pass": None, "_monitor": None, "before_step": lambda: None}
+        return self.__dict__ | fresh
 
     def __iter__(self) -> Iterator[Batch]:
         """Begin a pass, or resume the one of `load_state_dict`. Every rank must iterate.
@@ -100,6 +118,7 @@ class Loader(Generic[Batch]):
             >>> [batch.tolist() for batch in rankless.loader(range(3), batch_size=2)]
             [[0, 1], [2]]
         """
+        self.before_step()
         world = self._world()
         self._prepare(world)
         current, self._resumed = self._resumed, None
@@ -204,7 +223,10 @@ class Loader(Generic[Batch]):
                 world.events.begin_batch(loader_pass, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
                 world.passes.start_batch(loader_pass)
+                self.yielded += 1
                 yield batch if self._finish is None else self._finish(batch)
+                if self._count_steps_left(current) != 0:
+                    self.before_step()
         except GeneratorExit:
             current.is_over = True  # the script left its loop; the next pass is a new one
             raise

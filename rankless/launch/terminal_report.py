@@ -30,10 +30,12 @@ from rankless.launch.supervisor.start_and_end_text import (
 )
 from rankless.launch.supervisor.supervisor import RunOutcome
 from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
-from rankless.records.events import AnyRecord, ProcessRestarted, Started
+from rankless.records.events import PREEMPTED_EXIT_CODE, AnyRecord, ProcessRestarted, Started
 from rankless.records.live_run import ProcessRow
 from rankless.records.number_formatting import format_count
 from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
+
+PREEMPTED = "preempted: all workers have stopped, to be started again"
 
 
 class RunReport:
@@ -265,7 +267,8 @@ def conclude(
         text = report.format_failure(outcome.verdict, with_traceback=with_traceback)
         text += report.format_secondary_failures(outcome.secondary_failures)
     summary = "" if parent_failed else report.format_summary()
-    write(format_cuts(outcome.cut) + (summary if summary and outcome.interrupted_by is not None else text + summary))
+    has_stopped = outcome.is_preempted or outcome.interrupted_by is not None
+    write(format_cuts(outcome.cut) + (summary if summary and has_stopped else text + summary))
     if parent_failed:
         raise LaunchError(
             expected="the process that starts the workers to run until they have ended",
@@ -277,6 +280,8 @@ def conclude(
 
 
 def _format_outcome(outcome: RunOutcome, report: RunReport) -> tuple[int, str]:
+    if outcome.is_preempted:
+        return PREEMPTED_EXIT_CODE, f"rankless: {PREEMPTED}\n"
     if outcome.interrupted_by is not None:
         return 128 + outcome.interrupted_by, f"rankless: ended by {name_signal(outcome.interrupted_by)}\n"
     if outcome.verdict is not None:
@@ -288,7 +293,9 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
     """Write the summary of the run into its log folder."""
     if report.summary_file is None:
         return
-    if outcome.interrupted_by is not None:
+    if outcome.is_preempted:
+        report.summary_file.finish("preempted", code, verdict=PREEMPTED)
+    elif outcome.interrupted_by is not None:
         report.summary_file.finish("interrupted", code, verdict=f"ended by {name_signal(outcome.interrupted_by)}")
     elif outcome.verdict is not None:
         is_host = outcome.verdict.cause in ("host", "interrupted")
@@ -317,7 +324,7 @@ def _describe_success(summary: RunSummary) -> str:
 def _text_for_host(host: int, outcome: RunOutcome, report: RunReport, text: str) -> str:
     """Return what another host shows: the whole text on the host of the rank that failed, else one line."""
     verdict = outcome.verdict
-    if not text or outcome.interrupted_by is not None or verdict is None:
+    if outcome.is_preempted or not text or outcome.interrupted_by is not None or verdict is None:
         return text.replace("ended by", f"{report.job.names[0]} was stopped by") if text else ""
     if report.root_cause_host(verdict) == host:
         return text
@@ -329,7 +336,8 @@ def _conclude_as_follower(
 ) -> int:
     code, text = _format_follower_outcome(outcome, report, leader)
     if report.summary_file is not None:
-        end: Outcome = "succeeded" if code == 0 else "interrupted" if outcome.interrupted_by is not None else "failed"
+        ends: dict[int, Outcome] = {0: "succeeded", PREEMPTED_EXIT_CODE: "preempted"}
+        end = ends.get(code, "interrupted" if outcome.interrupted_by is not None else "failed")
         report.summary_file.finish(end, code, verdict=(text.splitlines() or ["all workers ended"])[0])
     if text:
         report.save(text)

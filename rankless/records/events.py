@@ -60,6 +60,10 @@ class GroupTeardown(Record, frozen=True, tag="group_teardown"):
     line: str = ""
 
 
+PREEMPTED_EXIT_CODE = 75
+"""Of a worker, and of a run, that ends because it was asked to, and continues once it is started again: EX_TEMPFAIL."""
+
+
 class ScriptFinished(Record, frozen=True, tag="script_finished"):
     """A worker's script has ended, with `exit_code`. The worker sends it before it destroys its process groups."""
 
@@ -68,6 +72,8 @@ class ScriptFinished(Record, frozen=True, tag="script_finished"):
     """After an exception: the size of the worker's log file with the traceback."""
     peak_gpu_memory_bytes: int | None = None
     """The most that PyTorch has allocated on the GPU; None if the script used none."""
+    is_complete: bool = False
+    """Whether the script has reached its end although it heeds requests to stop, so there is nothing left to do."""
 
 
 class Exited(Record, frozen=True, tag="exited"):

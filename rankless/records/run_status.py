@@ -6,7 +6,7 @@ import msgspec
 
 from rankless.records.server_activity import ServerActivity
 
-StatusOutcome = Literal["running", "succeeded", "failed", "interrupted", "killed", "unknown"]
+StatusOutcome = Literal["running", "succeeded", "failed", "interrupted", "preempted", "killed", "unknown"]
 WorkerState = Literal["starting", "computes", "waits", "idle", "stopped", "debugged", "ended", "elsewhere"]
 ServerState = Literal["starting", "serves", "restarting", "stopped", "debugged", "ended"]
 

@@ -7,7 +7,7 @@ import msgspec
 
 OLDER_FIELDS_ROLE = "server"
 """The role for which `servers` and the fields like it, which are older than roles, repeat what `processes` says."""
-Outcome = Literal["running", "succeeded", "failed", "interrupted"]
+Outcome = Literal["running", "succeeded", "failed", "interrupted", "preempted"]
 
 
 class RunFailure(msgspec.Struct, frozen=True, kw_only=True):

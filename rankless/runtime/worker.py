@@ -20,7 +20,15 @@ from rankless.config.extensions import ImportAlias
 from rankless.config.process_configs import HostConfig, WorkerConfig, WorkerLaunch
 from rankless.config.run_config import Program
 from rankless.config.script_analysis import names_rankless
-from rankless.records.events import AnyRecord, GroupTeardown, Notice, Raised, ScriptFinished, send_record
+from rankless.records.events import (
+    PREEMPTED_EXIT_CODE,
+    AnyRecord,
+    GroupTeardown,
+    Notice,
+    Raised,
+    ScriptFinished,
+    send_record,
+)
 from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
 from rankless.runtime.hooks import import_aliases
@@ -164,6 +172,10 @@ class WorkerProcess:
         if self._outside is not None:
             self._surround_script()
         exit_code = self._run_main(run_main)
+        # A script that has not imported this module heeds no request to stop.
+        stop = sys.modules.get("rankless.runtime.stop_requests")
+        if exit_code == 0 and stop is not None and stop.REQUESTS.has_answered:
+            exit_code = PREEMPTED_EXIT_CODE
         self._fast_exit.set_exit_code(exit_code)
         rank, now = self._config.rank, time.monotonic_ns()
         self._send(
@@ -173,6 +185,7 @@ class WorkerProcess:
                 exit_code=exit_code,
                 output_end=self._measure_log(),
                 peak_gpu_memory_bytes=_peak_gpu_memory(),
+                is_complete=exit_code == 0 and stop is not None and stop.REQUESTS.is_watching,
             )
         )
         _flush_output()

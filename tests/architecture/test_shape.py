@@ -59,6 +59,7 @@ MANY_PARAMETERS = {
     "rankless/plain_script/file_effects.py:open": "takes what Python's open takes",
     "rankless/api.py:job": "the one decorator of the package: every switch of a job is one of its keywords",
     "rankless/api.py:loader": "takes what torch's DataLoader takes, under its names",
+    "rankless/api.py:checkpoints": "every setting of a series of checkpoints is one of its keywords",
     "rankless/extensions/servers/embedding.py:__init__": "the settings of a table, beside what torch's Embedding takes",
     "rankless/extensions/servers/ftrl.py:__init__": "the settings of FTRL, as torch's optimizers have theirs",
     "rankless/compiler/tracing/replaced_functions.py:run_attention": "takes what PyTorch's own operator takes",

@@ -11,7 +11,7 @@ from checkpoint.saved_objects import SOLO, Holder, Number
 from support.processes import on_mesh
 
 import rankless
-from rankless.checkpoint import Checkpoints, Retention, SaveOptions, Saver, retention
+from rankless.checkpoint import Checkpoints, Retention, RunFunctions, SaveOptions, Saver, retention
 from rankless.checkpoint.file_io import peek, read_manifest
 from rankless.checkpoint.manifest import encode_manifest
 from rankless.errors import CheckpointError
@@ -21,7 +21,12 @@ def open_checkpoints(folder, mesh=SOLO, messages=None, background=False, layout=
     saver = Saver(mesh=mesh)
     options = SaveOptions(background=background, layout=layout)
     notify = [].append if messages is None else messages.append
-    return Checkpoints(folder, retention=Retention(**retention), options=options, saver=lambda: saver, notify=notify)
+    return Checkpoints(
+        folder,
+        retention=Retention(**retention),
+        options=options,
+        run=RunFunctions(find_saver=lambda: saver, notify=notify),
+    )
 
 
 def save_metrics(checkpoints, metrics, start=1):

@@ -9,7 +9,7 @@ import torch
 from checkpoint.saved_objects import Holder, Number, loaded_number, save
 from support.processes import on_mesh
 
-from rankless.checkpoint import Checkpoints, Retention, SaveOptions, Saver
+from rankless.checkpoint import Checkpoints, Retention, RunFunctions, SaveOptions, Saver
 from rankless.errors import CheckpointError
 from rankless.parallel.mesh import Mesh
 
@@ -76,7 +76,9 @@ def test_a_disk_that_fills_during_a_sharded_save_raises_on_every_rank(small_disk
 def test_a_disk_that_fills_keeps_the_checkpoints_of_a_run(small_disk):
     saver = Saver(mesh=Mesh.solo())
     retention, options = Retention(keep_last=1), SaveOptions()
-    checkpoints = Checkpoints(small_disk / "a", retention=retention, options=options, saver=lambda: saver, notify=print)
+    checkpoints = Checkpoints(
+        small_disk / "a", retention=retention, options=options, run=RunFunctions(find_saver=lambda: saver, notify=print)
+    )
     checkpoints.save(1, number=Number(1))
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoints.save(2, large=large(SMALL_DISK_BYTES))

@@ -150,7 +150,8 @@ def format_cuts(cut: Sequence[WorkerCut]) -> str:
 
 def format_summary(summary: RunSummary, *, folder: str) -> str:
     """Return one line about a run that has ended: its time, steps, rate, peak memory and log folder."""
-    start = {"succeeded": "done in", "failed": "failed after"}.get(summary.outcome, f"{summary.verdict} after")
+    starts = {"succeeded": "done in", "failed": "failed after", "preempted": "preempted (exit code 75) after"}
+    start = starts.get(summary.outcome, f"{summary.verdict} after")
     facts = [] if not summary.steps else [format_count(summary.steps, "step")]
     if summary.samples_per_second:
         facts.append(format_sample_rate(summary.samples_per_second))

@@ -14,6 +14,7 @@ import importlib
 import os
 import selectors
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from enum import Enum
@@ -22,14 +23,26 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
+from rankless.config.cluster_variables import list_warning_signals
+from rankless.config.environment import snapshot
 from rankless.config.run_config import RunConfig
 from rankless.launch.launcher_profile import LauncherProfile, SignalForwarding
 from rankless.launch.other_hosts import Peers, StopMode
 from rankless.launch.signals import Interrupts
 from rankless.launch.supervisor.fork_server_client import WorkerParent
-from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, may_be_failure
+from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, WorkerEnds, may_be_failure
 from rankless.launch.watchdog import load_part
-from rankless.records.events import NO_RANK, AnyRecord, Exited, Notice, Raised, Started, WorkerCut, receive_records
+from rankless.records.events import (
+    NO_RANK,
+    PREEMPTED_EXIT_CODE,
+    AnyRecord,
+    Exited,
+    Notice,
+    Raised,
+    Started,
+    WorkerCut,
+    receive_records,
+)
 from rankless.records.worker_status import PAGE_BYTES, STACKS_REQUEST, read_page
 from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal
 
@@ -80,6 +93,8 @@ class StopTimes(NamedTuple):
 
     grace_seconds: float
     forwarding: SignalForwarding | None
+    warnings: tuple[int, ...] = ()
+    """Signals that say that the cluster will end the job soon."""
     alike_seconds: float = 0.0
     """How long the others have to end by themselves after a rank that has raised or left, because all do alike."""
 
@@ -90,6 +105,7 @@ def choose_stop_times(config: RunConfig, profile: LauncherProfile) -> StopTimes:
     return StopTimes(
         config.grace_seconds if own is None else own,
         profile.signal_forwarding,
+        () if profile.signal_forwarding is not None else list_warning_signals(snapshot()),
         alike_seconds=config.grace_seconds if config.view.is_logical else 0.0,
     )
 
@@ -136,6 +152,8 @@ class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     secondary_failures: tuple[SecondaryFailure, ...] = ()
     """The exceptions of the other ranks, in the order of their ranks."""
     interrupted_by: int | None = None
+    is_preempted: bool = False
+    """Whether all workers have stopped by themselves, to be started again."""
     cut: tuple[WorkerCut, ...] = ()
     """The workers of all hosts that had not ended when their time was over, if a signal has ended the run."""
     fork_server_exit_code: int | None = None
@@ -174,6 +192,12 @@ class StoppingWorkers:
         """Whether a worker is alive."""
         return bool(self._process_ids)
 
+    def handle(self, number: int) -> bool:
+        """Return whether a worker has a handler of a signal. Outside of Linux they count as having one."""
+        if sys.platform != "linux":
+            return True
+        return any(number in _list_handled_signals(process_id) for process_id in self._process_ids.values())
+
     def look(self, now: float) -> None:
         """Read the stacks that have been asked for and, if a second is over, ask again."""
         if now < self._next_look_at:
@@ -206,6 +230,16 @@ class StoppingWorkers:
             location = load_part("stack_classifier").classify_stack(frames)
             if location.text:
                 self._doing[rank] = location.text
+
+
+def _list_handled_signals(process_id: int) -> Sequence[int]:
+    """Return the signals that a process handles; none if it has ended."""
+    try:
+        with open(f"/proc/{process_id}/status", encoding="ascii", errors="replace") as status:
+            masks = [int(line.split()[1], 16) for line in status if line.startswith("SigCgt:")]
+    except OSError:
+        return ()
+    return [number for number in range(1, 65) if any(mask >> (number - 1) & 1 for mask in masks)]
 
 
 def _load_attribution() -> ModuleType:
@@ -245,6 +279,7 @@ class Supervisor:
         self._second_command_at = float("inf")
         self._verdict: Verdict | None = None
         self._interrupted_by: int | None = None
+        self._ends = WorkerEnds()
         self._has_sent_end = False
         self._loads_at = self._last_tick_at + LOADED_AFTER_SECONDS
         self._settled_at = float("inf")
@@ -267,6 +302,9 @@ class Supervisor:
                     return self._make_outcome(exit_code)
                 signals: list[int | None] = [*self._interrupts.read()]
                 for number in self._interrupts.take_passed():
+                    if number in self._times.warnings and not self._stopping.handle(number):
+                        signals.append(number)
+                        continue
                     self._has_passed = True
                     self._fork_server.send(encode_signal(number))
                 for ending in signals or [None]:
@@ -355,6 +393,7 @@ class Supervisor:
         for record in records:
             self._observer.receive(record)
             self._stopping.receive(record)
+            self._ends.receive(record)
             if isinstance(record, Raised):
                 self._secondary_failures[record.rank] = _load_attribution().describe_secondary_failure(record)
             elif isinstance(record, WorkerCut):
@@ -369,7 +408,8 @@ class Supervisor:
         self._verdict = _load_attribution().attribute_failure(self._records, self._peers.host_of)
         if self._verdict is not None and self._verdict != before:
             seconds = self._verdict.settling_seconds
-            if self._has_passed and self._verdict.cause == "left":
+            is_preempted = self._verdict.exit_code == PREEMPTED_EXIT_CODE
+            if is_preempted or (self._has_passed and self._verdict.cause == "left"):
                 # A script that saves after such a signal may leave with a code: first the ranks that have nothing to
                 # save. SIGTERM would end the others within their save.
                 seconds = max(seconds, self._times.grace_seconds)
@@ -390,6 +430,10 @@ class Supervisor:
             cause = None if self._verdict is None else self._verdict.cause
             origins: dict[str | None, Origin] = {"host": "lost", "interrupted": "outside"}
             self._stop_workers(signal.SIGTERM, now, origins.get(cause, "failure"))
+        elif self._phase is Phase.STOPPING and number is not None and self._interrupted_by in self._times.warnings:
+            # The cluster ends the job after its warning: now the grace begins.
+            self._interrupted_by = number
+            self._set_deadlines(now, self._times.grace_seconds, "outside")
         elif self._phase is Phase.STOPPING and number is None and now >= self._second_command_at:
             self._second_command_at = float("inf")
             self._fork_server.send(self._second_command)
@@ -406,7 +450,8 @@ class Supervisor:
             self._take_records(self._stopping.cut(seconds=now - self._stopped_at))
         self._fork_server.wake()
         self._peers.stop_workers("kill")
-        self._enter_phase(Phase.KILLING, KILL, now + KILL_GRACE_SECONDS)
+        self._enter_phase(Phase.KILLING, KILL)
+        self._deadline = now + KILL_GRACE_SECONDS
 
     def _stop_workers(self, number: int, now: float, origin: Origin) -> None:
         """Signal the workers and shut down their connections. See Note [signal and shutdown]."""
@@ -425,13 +470,19 @@ class Supervisor:
         if self._may_save and grace_seconds > NOTICE_AFTER_SECONDS:
             self._notice_at = now + NOTICE_AFTER_SECONDS
         commands = (encode_signal(number), CUT)
+        if origin == "lost":
+            commands = (CUT, encode_signal(number))
+        self._second_command = commands[1]
+        self._enter_phase(Phase.STOPPING, commands[0])
+        self._set_deadlines(now, grace_seconds, origin)
+
+    def _set_deadlines(self, now: float, grace_seconds: float, origin: Origin) -> None:
+        """Give workers a time to end from now on."""
         last_seconds = min(grace_seconds / 2, LAST_SECONDS) if origin == "outside" else grace_seconds / 2
         self._second_command_at = now + grace_seconds - last_seconds
         if origin == "lost":
-            commands = (CUT, encode_signal(number))
             self._second_command_at = now + min(grace_seconds, STOP_GRACE_SECONDS) / 2
-        self._second_command = commands[1]
-        self._enter_phase(Phase.STOPPING, commands[0], now + grace_seconds)
+        self._deadline = now + grace_seconds
 
     def _watch_stop(self, now: float) -> None:
         """While workers have time to end: see where they are, and say for how long they may."""
@@ -446,18 +497,25 @@ class Supervisor:
             )
             self._observer.receive(Notice(rank=NO_RANK, time_ns=time.monotonic_ns(), text=text))
 
-    def _enter_phase(self, phase: Phase, command: bytes, deadline: float) -> None:
-        self._phase, self._deadline = phase, deadline
+    def _enter_phase(self, phase: Phase, command: bytes) -> None:
+        self._phase = phase
         self._fork_server.send(command)
 
     def _make_outcome(self, fork_server_exit_code: int | None) -> RunOutcome:
-        verdict = None if self._interrupted_by is not None else self._verdict
+        verdict, is_preempted = self._verdict, self._ends.are_preempted
+        is_interrupted = self._interrupted_by is not None
+        is_complete = (is_interrupted or (verdict is not None and verdict.cause == "interrupted")) and (
+            self._ends.are_complete
+        )
+        if is_interrupted or is_preempted or is_complete:
+            verdict = None
         if verdict is not None:
             self._secondary_failures.pop(verdict.root_cause_rank, None)
         return RunOutcome(
             verdict=verdict,
             secondary_failures=tuple(failure for _, failure in sorted(self._secondary_failures.items())),
-            interrupted_by=self._interrupted_by,
+            interrupted_by=None if is_complete else self._interrupted_by,
+            is_preempted=is_preempted,
             cut=tuple(sorted(self._cut, key=lambda record: record.rank)),
             fork_server_exit_code=fork_server_exit_code,
         )

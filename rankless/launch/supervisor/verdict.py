@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.events import (
+    PREEMPTED_EXIT_CODE,
     AnyRecord,
     Exited,
     GroupTeardown,
@@ -63,6 +64,34 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         """The root cause's name, as "rank 1" or "server 0"."""
         number = self.root_cause_number
         return f"rank {self.root_cause_rank}" if number is None else f"{self.role} {number}"
+
+
+class WorkerEnds:
+    """Whether the workers of all hosts have ended by themselves, although somebody had asked them to stop.
+
+    Those that the others continue without are left out.
+    """
+
+    def __init__(self) -> None:
+        self._exit_codes: dict[int, int] = {}
+        self._complete: set[int] = set()
+
+    def receive(self, record: AnyRecord) -> None:
+        """Take note of the end of a worker."""
+        if isinstance(record, ScriptFinished) and record.is_complete:
+            self._complete.add(record.rank)
+        elif isinstance(record, Exited) and record.survivors is None:
+            self._exit_codes[record.rank] = record.exit_code
+
+    @property
+    def are_preempted(self) -> bool:
+        """Whether all have ended to be started again later."""
+        return set(self._exit_codes.values()) == {PREEMPTED_EXIT_CODE}
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether all have reached the end of a script that heeds requests to stop."""
+        return set(self._exit_codes.values()) == {0} and self._complete >= self._exit_codes.keys()
 
 
 class SecondaryFailure(msgspec.Struct, frozen=True):
