@@ -222,6 +222,7 @@ class HostRun:
                 stacks_file=os.path.join(folder, f"stacks{job.host_index or ''}.txt"),
                 host_name=self.report.host_name,
                 list_rows=self._list_rows,
+                end_workers=self._end_workers,
                 process_host_name=self.report.process_host_name,
                 lone_processes=job.start.list_lone_processes(),
             )
@@ -316,6 +317,10 @@ class HostRun:
         if self._survivors.first != before:
             self._show_next_worker(before, self._survivors.first)
         return judged
+
+    def _end_workers(self, ranks: Sequence[int]) -> bool:
+        """Kill workers that hold up the others, if these can continue without them, and return whether they can."""
+        return self._survivors is not None and self._survivors.end_workers(ranks)
 
     def _show_next_worker(self, lost: int, first: int) -> None:
         """Show the output of another worker instead of that of one that was lost: what the lost one had not written."""

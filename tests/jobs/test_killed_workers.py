@@ -65,6 +65,23 @@ def test_two_workers_are_killed_and_the_summary_says_so(tmp_path: Path, plain):
     require_same_training(tmp_path, plain["norm and dropout"], least=1)
 
 
+@pytest.mark.parametrize("worker", [1, pytest.param(0, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in KINDS[1:])])
+def test_a_frozen_worker_that_the_watchdog_gives_up_on_is_a_lost_one(tmp_path: Path, plain, kind: str, worker: int):
+    done = run_killed(tmp_path, kind, f"{worker}:13:frozen", "--hang-timeout", "4")
+    assert done.returncode == 0, done.stderr
+    assert re.search(rf"rankless: rank {worker} did not arrive: it is stopped by a signal", done.stderr), done.stderr
+    assert re.search(rf"rankless: worker {worker} .* was killed by SIGKILL; 2 workers continue\n", done.stderr)
+    require_same_training(tmp_path, plain[kind], least=2)
+
+
+def test_a_frozen_worker_without_which_none_may_continue_ends_the_run(tmp_path: Path):
+    done = run_killed(tmp_path, "norm and dropout", "1:13:frozen", "--hang-timeout", "4", "--min-workers", "3")
+    assert done.returncode == 1
+    assert "continue\n" not in done.stderr
+    assert "rank 1 " in done.stderr
+
+
 @pytest.mark.exhaustive
 def test_no_more_workers_are_lost_than_the_option_allows(tmp_path: Path):
     done = run_killed(tmp_path, "norm and dropout", "0:3:0,1:9:0", "--min-workers", "2")

@@ -18,7 +18,7 @@ KILLS = [part.split(":") for part in os.environ.get("KILLS", "").split(",") if p
 
 
 def reach(moment):
-    # KILLS has the worker, the moment, and after how many milliseconds it is killed
+    # KILLS has the worker, the moment, and after how many milliseconds it is killed, or "frozen"
     for worker, at, delay in KILLS:
         if at == moment and worker == "server" and RANK == 0:
             agent = psutil.Process(os.getppid()).parent()
@@ -34,6 +34,8 @@ def reach(moment):
             open("reached", "w").close()
             while not os.path.exists("cut"):
                 time.sleep(0.01)
+        elif at == moment and worker == str(RANK) and delay == "frozen":
+            os.kill(os.getpid(), signal.SIGSTOP)
         elif at == moment and worker == str(RANK):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)

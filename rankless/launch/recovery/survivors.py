@@ -6,6 +6,8 @@ It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`)
 Host 0's agent decides for the workers of all hosts. The agents of other hosts pass messages on (`SurvivorRelay`).
 """
 
+import os
+import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -25,6 +27,7 @@ from rankless.launch.recovery.survivor_membership import (
     Limits,
     StartRound,
     begin,
+    can_lose,
     transition,
 )
 from rankless.launch.rendezvous.leader_and_followers import LeaderPeer
@@ -214,6 +217,15 @@ class SurvivorRounds:
         self._take(Killed(frozenset(ranks)))
         return self._state.lost >= ranks
 
+    def end_workers(self, ranks: Sequence[int]) -> bool:
+        """Kill workers of this host that hold up the others, if these can continue. Return whether they can."""
+        hosts = self._hosts.host_of
+        if any(hosts[rank] != hosts[0] for rank in ranks) or not can_lose(self._state, ranks, self._limits):
+            return False
+        for rank in ranks:
+            os.kill(self._process_ids[rank], signal.SIGKILL)  # the fork server reports its end
+        return True
+
     def _describe_living(self) -> str:
         count = len(self._state.living)
         return f"{count} worker{'s continue' if count > 1 else ' continues'}"
@@ -271,6 +283,10 @@ class SurvivorRelay:
         """Return records as they are. Host 0 gets them after what their workers have sent."""
         self._send_messages()
         return list(records)
+
+    def end_workers(self, ranks: Sequence[int]) -> bool:  # noqa: ARG002  # as of `SurvivorRounds`
+        """Return False: host 0 decides."""
+        return False
 
     def tick(self) -> None:
         """Pass messages on, in both directions."""

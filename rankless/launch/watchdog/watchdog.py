@@ -104,6 +104,8 @@ class WatchdogConfig:
     host_name: Callable[[int], str] = lambda _rank: ""
     list_rows: Callable[[], Sequence[ProcessRow]] = list
     """Returns the processes of this host beside its workers."""
+    end_workers: Callable[[Sequence[int]], bool] = lambda _ranks: False
+    """Ends ranks that hold up the others, if these can continue without them, and returns whether they can."""
     process_host_name: Callable[[tuple[str, int]], str] = lambda _name: ""
     """Returns the name of the host of a process of the job."""
     lone_processes: Sequence[tuple[str, int]] = ()
@@ -342,6 +344,11 @@ class Watchdog:
         delay = max((abort_after - quiet for quiet in computing), default=0.0)
         stacks = write_stacks(self._config.stacks_file, self._list_workers(), self._remote_ranks.statuses.values())
         if diagnosis.seconds >= abort_after and delay <= 0:
+            frozen = [each.rank for each in diagnosis.missing if each.state == "stopped"]
+            if frozen and len(frozen) == len(diagnosis.missing) and self._config.end_workers(frozen):
+                verdict = self._make_verdict(diagnosis)
+                yield _make_notice(f"rank {verdict.rank} {verdict.headline}")
+                return
             self._is_finished = True
             yield self._make_verdict(diagnosis)
             return
