@@ -54,7 +54,9 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="Seconds to wait for the other hosts. Default: 60.",
     )
-    group.add_argument("--copy", action="store_true", help="Copy the script to hosts that have a different version.")
+    group.add_argument(
+        "--send-script", action="store_true", help="Copy the script to hosts that have a different version."
+    )
     group.add_argument(
         "--env",
         action="append",
@@ -177,6 +179,6 @@ def _build_cluster(
         is_listed=is_listed,
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,
-        copies=arguments.copy,
+        copies=arguments.send_script,
         variables=chosen_variables(arguments.env, environment.snapshot()),
     )

@@ -275,5 +275,5 @@ def make_slurm_cluster(arguments: argparse.Namespace) -> Cluster | None:
         is_listed=False,
         insecure=arguments.insecure,
         join_timeout_seconds=arguments.join_timeout,
-        copies=arguments.copy,
+        copies=arguments.send_script,
     )

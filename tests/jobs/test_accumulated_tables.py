@@ -18,7 +18,7 @@ RUNS = [
     ("-n", "3"),
     ("--servers", "1", "--workers", "1"),
     ("--servers", "2", "--workers", "3"),
-    ("--servers", "2", "--workers", "2", "--replicas", "1"),
+    ("--servers", "2", "--workers", "2", "--copies", "1"),
     HETEROGENEOUS,
 ]
 CASES = list(itertools.product(("sgd", "momentum", "adagrad", "sparse_adam"), RUNS))

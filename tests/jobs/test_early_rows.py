@@ -13,7 +13,7 @@ PARTS = 4
 RUNS = [
     ("--servers", "1", "--workers", "2"),
     ("--servers", "2", "--workers", "3"),
-    ("--servers", "2", "--workers", "2", "--replicas", "1"),
+    ("--servers", "2", "--workers", "2", "--copies", "1"),
     ("--servers", "2", "--workers", "4", "--min-workers", "4"),
 ]
 CASES = list(itertools.product(RUNS, range(PARTS)))

@@ -139,6 +139,8 @@ def test_a_job_that_cannot_go_on_ends_and_the_killed_worker_is_the_cause(tmp_pat
         (("--min-workers", "2", "--backend", "gloo"), "found:    --backend gloo"),
         (("--min-workers", "2", "--logical"), "found:    a script without jobs in the logical view"),
         (("--lost-workers", "2"), "--lost-workers is now --min-workers N"),
+        (("--servers", "1", "--replicas", "1"), "--replicas is now --copies N"),
+        (("--copy",), "--copy is now --send-script"),
     ],
 )
 def test_options_that_no_run_can_have_are_refused_before_it_starts(tmp_path: Path, options, found: str):

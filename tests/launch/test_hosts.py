@@ -343,7 +343,7 @@ def test_copy_sends_the_script_of_host_0(tmp_path: Path):
         refused = apart.run("a", command("run", *words), cwd=here)
         assert refused.returncode == 2
         assert "no file train.py" in refused.stderr
-        done = apart.run("a", command("run", "--copy", *words), cwd=here)
+        done = apart.run("a", command("run", "--send-script", *words), cwd=here)
         assert done.returncode == 0, done.stderr
         assert "train.py is now host 0's" in done.stderr
     assert (there / "train.py").read_text() == (here / "train.py").read_text()

@@ -46,6 +46,8 @@ LONG = (
     "tests/jobs/test_accumulated_losses.py",
     "tests/jobs/test_mesh_matrix.py",
     "tests/jobs/test_pipeline_matrix.py",
+    "tests/jobs/test_sparse_runs.py",
+    "tests/jobs/test_table_runs.py",
     "tests/logical/test_plain_scripts.py",
     "tests/logical/test_sharded_optimizers.py",
     "tests/logical/test_verified_scripts.py",

@@ -70,7 +70,10 @@ class Asked(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A worker has raised an exception or left with an exit code; `is_secondary` if it only lost a connection."""
+    """A worker has raised an exception or left with an exit code; `is_secondary` if it only lost a connection.
+
+    NO_RANK stands for another process that the workers need.
+    """
 
     rank: int
     is_secondary: bool = False

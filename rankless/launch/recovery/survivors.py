@@ -45,7 +45,7 @@ from rankless.records.elastic_messages import (
     receive_worker_message,
     send_message,
 )
-from rankless.records.events import AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
+from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
 
 KILLED = -9
 """The exit code that stands for the end of a worker on a lost host."""
@@ -202,7 +202,7 @@ class SurvivorRounds:
         if record.is_covered or (not is_needed and not lost):
             return [record]
         if is_needed:
-            self._state = self._state._replace(has_failed=True)
+            self._take(Failed(NO_RANK))
         if is_needed or not self._lose(lost):
             return [record]
         now, count, living = time.monotonic_ns(), len(lost), len(self._state.living)

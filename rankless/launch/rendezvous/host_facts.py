@@ -129,7 +129,7 @@ def find_differences(here: HostFacts, there: HostFacts, *, received_seconds: flo
                 what=f"the {here.program}",
                 there=f"another text (SHA-256 {there.program_digest[:12]})",
                 here=f"SHA-256 {here.program_digest[:12]}",
-                fix="copy the same script to all hosts; --copy sends host 0's",
+                fix="copy the same script to all hosts; --send-script sends host 0's",
             )
         )
     if there.arguments != here.arguments:

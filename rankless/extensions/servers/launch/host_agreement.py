@@ -122,9 +122,9 @@ def _find_hosts(
     candidates = sorted(set(hosts)) if requested.endpoints else range(len(facts))
     if len(candidates) == 1:
         raise JoinError(
-            expected="addresses of two hosts or more in --servers with --replicas 1, which puts copies on another host",
+            expected="addresses of two hosts or more in --servers with --copies 1, which puts copies on another host",
             found=f"{', '.join(requested.endpoints)}, all on {names[hosts[0]]}",
-            fix="add a server on another host, or omit --replicas",
+            fix="add a server on another host, or omit --copies",
         )
     return (*hosts, *place_copies(hosts, candidates))
 

@@ -1,4 +1,4 @@
-"""What `--servers`, `--workers`, `--server-mode`, `--replicas` and the other options of servers mean for a run."""
+"""What `--servers`, `--workers`, `--server-mode`, `--copies` and the other options of servers mean for a run."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def read_servers(given: GivenOptions) -> RequestedServers | None:
         "geo_steps": geo_steps,
         "max_restarts": restarts,
         "encrypted": given.get("encrypt-servers", False),
-        "replicas": given.get("replicas", 0),
+        "replicas": given.get("copies", 0),
     }
     if count is not None:
         if not count:
@@ -200,11 +200,11 @@ def _read_server_endpoints(text: str) -> list[Endpoint]:
 
 def _require_no_server_options(given: GivenOptions) -> None:
     """Raise `ConfigError` if there is an option that needs servers."""
-    mode, replicas = _find_mode(given), given.get("replicas", 0)
+    mode, replicas = _find_mode(given), given.get("copies", 0)
     needing = {
         f"--server-mode {mode}": (mode != SERVER_MODES[0], "because servers hold the parameters then"),
         "--encrypt-servers": (given.get("encrypt-servers", False), "which is about messages to servers"),
-        f"--replicas {replicas}": (replicas != 0, "because replicas are copies of servers"),
+        f"--copies {replicas}": (replicas != 0, "because only servers have copies"),
     }
     for option, (is_given, reason) in needing.items():
         if is_given:

@@ -183,14 +183,14 @@ def require_replicas(servers: RequestedServers) -> None:
     """Raise `ConfigError` for copies of servers that no run can have."""
     if servers.replicas not in (0, 1):
         raise ConfigError(
-            expected="--replicas 0 or 1: none, or one copy of each server",
+            expected="--copies 0 or 1: none, or one copy of each server",
             found=servers.replicas,
-            fix="give --replicas 1",
+            fix="give --copies 1",
         )
     names = [parse_endpoint(each).host for each in servers.endpoints]
     if servers.replicas and names and all(is_same_host(name, names[0]) for name in names):
         raise ConfigError(
-            expected="addresses of two hosts or more in --servers with --replicas 1, which puts copies on another host",
+            expected="addresses of two hosts or more in --servers with --copies 1, which puts copies on another host",
             found=f"{', '.join(servers.endpoints)}, on one host",
             fix=f"add a server on another host; --servers {len(names)} puts copies on this host, too",
         )

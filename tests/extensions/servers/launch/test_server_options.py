@@ -189,23 +189,23 @@ REFUSED = [
     (("--servers", "1", "--staleness", "3"), "found:    --staleness 3 --server-mode sync"),
     (("--servers", "1", "--server-mode", "bounded", "--staleness", "-1"), "fix:      give 0 or more"),
     (("--servers", "1", "--server-restarts", "-1"), "expected: --server-restarts as a number from 0 up"),
-    (("--servers", "1", "--replicas", "2"), "expected: --replicas 0 or 1"),
-    (("--servers", "1", "--replicas", "-1"), "found:    -1"),
+    (("--servers", "1", "--copies", "2"), "expected: --copies 0 or 1"),
+    (("--servers", "1", "--copies", "-1"), "found:    -1"),
     (
-        ("--replicas", "1"),
-        "expected: --servers with --replicas 1, because replicas are copies of servers\nfound:    no servers",
+        ("--copies", "1"),
+        "expected: --servers with --copies 1, because only servers have copies\nfound:    no servers",
     ),
     (
-        ("--servers", "0", "--replicas", "1"),
-        "expected: --servers with --replicas 1, because replicas are copies of servers\nfound:    no servers",
+        ("--servers", "0", "--copies", "1"),
+        "expected: --servers with --copies 1, because only servers have copies\nfound:    no servers",
     ),
     (
-        ("--servers", "127.0.0.1:6170,127.0.0.1:6171", "--replicas", "1"),
+        ("--servers", "127.0.0.1:6170,127.0.0.1:6171", "--copies", "1"),
         "found:    127.0.0.1:6170, 127.0.0.1:6171, on one host",
     ),
-    (("--servers", "127.0.0.1,localhost", "--replicas", "1"), "found:    127.0.0.1, localhost, on one host"),
+    (("--servers", "127.0.0.1,localhost", "--copies", "1"), "found:    127.0.0.1, localhost, on one host"),
     (
-        ("--servers", "198.51.100.7:1", "--workers", "198.51.100.8", "--replicas", "1"),
+        ("--servers", "198.51.100.7:1", "--workers", "198.51.100.8", "--copies", "1"),
         "fix:      add a server on another host; --servers 1 puts copies on this host, too",
     ),
     (("--servers", "1", "--workers", "3", "--mesh", "data=2"), "expected: 2 workers, the product of the axes"),
@@ -269,7 +269,7 @@ def test_the_declaration_says_what_the_code_does():
     options, request = extension.options, RequestedServers(count=1)
     assert options["server-mode"].metavar == "|".join(SERVER_MODES)
     defaults = {"server-mode": request.mode, "staleness": request.staleness, "geo-steps": request.geo_steps}
-    defaults |= {"replicas": request.replicas, "server-restarts": request.max_restarts}
+    defaults |= {"copies": request.replicas, "server-restarts": request.max_restarts}
     assert {name: options[name].help.endswith(f" Default: {value}.") for name, value in defaults.items()} == (
         dict.fromkeys(defaults, True)
     )
