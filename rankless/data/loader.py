@@ -118,9 +118,9 @@ class Loader(Generic[Batch]):
             >>> [batch.tolist() for batch in rankless.loader(range(3), batch_size=2)]
             [[0, 1], [2]]
         """
+        self._prepare(self._world())
         self.before_step()
         world = self._world()
-        self._prepare(world)
         current, self._resumed = self._resumed, None
         stream_state, self._stream_state = self._stream_state, None
         if current is None:

@@ -75,6 +75,7 @@ def test_a_frozen_worker_that_the_watchdog_gives_up_on_is_a_lost_one(tmp_path: P
     require_same_training(tmp_path, plain[kind], least=2)
 
 
+@pytest.mark.exhaustive
 def test_a_frozen_worker_without_which_none_may_continue_ends_the_run(tmp_path: Path):
     done = run_killed(tmp_path, "norm and dropout", "1:13:frozen", "--hang-timeout", "4", "--min-workers", "3")
     assert done.returncode == 1

@@ -139,6 +139,7 @@ def test_a_rank_that_does_not_ask_is_cut_off_after_the_grace(tmp_path: Path):
     assert "rankless: rank 1 had not ended 2.0 s after the signal, and was killed in script.py:12" in err, err
 
 
+@pytest.mark.exhaustive
 def test_processes_that_the_script_forks_end_by_the_signal(tmp_path: Path):
     text = make_loop("""
 read, written = os.pipe()
@@ -156,6 +157,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -15
     assert job.returncode == 75, err
 
 
+@pytest.mark.exhaustive
 def test_the_first_question_is_for_the_main_thread(tmp_path: Path):
     text = """
 import threading, rankless
