@@ -833,7 +833,7 @@ def checkpoints(
         A `Checkpoints` object with `save`, `load`, `wait`, `latest`, `best` and `steps`.
 
     Raises:
-        CheckpointError: `keep_last`, `keep_best` or `mode` is invalid.
+        CheckpointError: `keep_last`, `keep_best`, `mode` or `autosave` is invalid.
         ConfigError: `autosave` outside of the main thread.
 
     Example:

@@ -9,6 +9,16 @@ from rankless.records.events import PREEMPTED_EXIT_CODE
 StepNumber = Callable[[], int]
 
 
+def check_step(step: object) -> None:
+    """Raise `CheckpointError` for a number by which nothing can be saved."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise CheckpointError(
+            expected="a step that is a whole number from 0 on",
+            found=repr(step),
+            fix="pass the number of steps trained so far",
+        )
+
+
 class Autosave:
     """Saves before the end of a run that somebody outside has asked to stop, and ends the script.
 
@@ -23,6 +33,12 @@ class Autosave:
     def __init__(
         self, *, is_stopping: Callable[[], bool], is_loader: Callable[[Any], bool], count: StepNumber | None
     ) -> None:
+        if count is not None and not callable(count):
+            raise CheckpointError(
+                expected="True, False, or a function that returns the number of the step, as autosave=",
+                found=repr(count),
+                fix="pass autosave=True, or autosave=lambda: step",
+            )
         self._is_stopping = is_stopping
         self._is_loader = is_loader
         self._count = count
@@ -71,4 +87,6 @@ class Autosave:
             )
 
     def _find_step(self) -> int:
-        return self._first + int(self._loader.yielded) if self._count is None else self._count()
+        step = self._first + self._loader.yielded if self._count is None else self._count()
+        check_step(step)
+        return int(step)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankless.checkpoint.autosave import Autosave
+from rankless.checkpoint.autosave import Autosave, check_step
 from rankless.checkpoint.loading import load
 from rankless.checkpoint.raise_on_all_ranks import Agreement
 from rankless.checkpoint.retention import (
@@ -102,12 +102,7 @@ class Checkpoints:
             >>> checkpoints.save(100, metric=0.5, model=model)
         """
         number = None if metric is None else float(metric)
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise CheckpointError(
-                expected="a step that is a whole number from 0 on",
-                found=repr(step),
-                fix="pass the number of steps trained so far",
-            )
+        check_step(step)
         if number is None and self._retention.keep_best:
             raise CheckpointError(
                 expected="a metric to choose the best checkpoints by",

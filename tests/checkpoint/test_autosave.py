@@ -3,9 +3,10 @@
 import functools
 import random
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ from support.preempted_jobs import FORMS, PLAIN, TRAINING
 from support.warm_runs import run_script
 
 import rankless
+from rankless import api
 from rankless.errors import CheckpointError
+from rankless.runtime.stop_requests import StopRequests
 
 pytestmark = pytest.mark.slow
 OPTIONS = ("--devices", "cpu")
@@ -108,9 +111,30 @@ def test_steps_that_are_numbered_otherwise_are_refused_at_the_first_save(tmp_pat
     assert "autosave=lambda: …" in done.stderr
 
 
+@pytest.fixture
+def own_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process watch for requests to stop during a test alone."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(api, "REQUESTS", StopRequests())
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("own_requests")
 @pytest.mark.parametrize(("loaders", "found"), [(0, "0 of them"), (2, "2 of them")])
 def test_objects_without_one_loader_are_refused(tmp_path: Path, loaders: int, found: str):
     checkpoints = rankless.checkpoints(tmp_path / "kept", autosave=True)
     named = {f"loader{number}": rankless.loader(range(4)) for number in range(loaders)}
     with pytest.raises(CheckpointError, match=rf"(?s)one rankless.loader among the objects.*{found}.*stopping"):
         checkpoints.load(model=torch.nn.Linear(1, 1), **named)
+
+
+@pytest.mark.usefixtures("own_requests")
+def test_what_is_no_step_is_refused(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"(?s)found:.*'yes'.*autosave=lambda: step"):
+        rankless.checkpoints(tmp_path / "kept", autosave="yes")
+    checkpoints = rankless.checkpoints(tmp_path / "kept", autosave=lambda: None)
+    loader = rankless.loader(range(4))
+    checkpoints.load(loader=loader)
+    with pytest.raises(CheckpointError, match=r"(?s)a whole number from 0 on.*None"):
+        checkpoints.save(1, loader=loader)
