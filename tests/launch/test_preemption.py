@@ -1,6 +1,5 @@
 """A run that is asked to stop ends by itself with exit code 75, in each view and on each host."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -258,12 +257,11 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def submit(slurm: Slurm, folder: Path, name: str, *options: str) -> None:
-    """Submit a job of two nodes with two workers each, which trains for about 20 s."""
-    (folder / "script.py").write_text(
-        TRAINING.replace("count_call()\n    s", "count_call()\n        note_step()\n    s", 1).replace(
-            "calls, losses", "def note_step():\n    open(f'step{step}.txt', 'w').close()\n\n\ncalls, losses"
-        )
+    """Submit a job of two nodes with two workers each, whose steps take half a second and leave files."""
+    text = TRAINING.replace(
+        "count_call()\n    s", "count_call()\n        open(f'step{step}.txt', 'w').close()\n    s", 1
     )
+    (folder / "script.py").write_text(f"import os\nos.environ['PAUSE'] = '0.5'\n{text}")
     command = " ".join([*RANKLESS, "run", "-n", "2", *OPTIONS, "script.py"])
     (folder / "job.sh").write_text(BATCH.replace("rankless-command", command))
     slurm.run("sbatch", "-J", name, "-N2", "--ntasks-per-node=1", "--requeue", *options, "job.sh", cwd=folder)
@@ -271,26 +269,24 @@ def submit(slurm: Slurm, folder: Path, name: str, *options: str) -> None:
 
 @requires_slurm
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("way", ["requeued", "warned", "preempted by the scheduler's user"])
+@pytest.mark.parametrize("way", ["requeued", "preempted", "USR1", "TERM"])
 def test_a_job_of_slurm_that_is_requeued_continues_to_the_bit(way: str, slurm: Slurm, tmp_path: Path):
     undisturbed, disturbed = tmp_path / "undisturbed", tmp_path / "disturbed"
     for folder in (undisturbed, disturbed):
         folder.mkdir()
-    os.environ["PAUSE"] = "0.5"
-    try:
-        submit(slurm, undisturbed, "undisturbed")
-        wait_until(lambda: (undisturbed / "codes.txt").exists(), seconds=120)
-        submit(slurm, disturbed, "disturbed")
-        wait_until(lambda: (disturbed / "step11.txt").exists(), seconds=60)
-        number = slurm.job_number("disturbed")
-        if way == "requeued":
-            slurm.run("scontrol", "requeue", number)
-        else:
-            slurm.run("scancel", "-s", "USR1" if way == "warned" else "TERM", number)
-        wait_until(lambda: (disturbed / "results.pt").exists(), seconds=180)
-        wait_until(lambda: not slurm.job_number("disturbed"), seconds=60)
-    finally:
-        del os.environ["PAUSE"]
+    submit(slurm, undisturbed, "undisturbed")
+    wait_until(lambda: (undisturbed / "codes.txt").exists(), seconds=120)
+    submit(slurm, disturbed, "disturbed")
+    wait_until(lambda: (disturbed / "step11.txt").exists(), seconds=60)
+    number = slurm.job_number("disturbed")
+    if way == "requeued":
+        slurm.run("scontrol", "requeue", number)
+    elif way == "preempted":  # by a job of a partition of higher priority, which takes both nodes
+        slurm.run("sbatch", "-p", "high", "-N2", "--exclusive", "--wrap", "sleep 3", cwd=tmp_path)
+    else:
+        slurm.run("scancel", "-s", way, number)
+    wait_until(lambda: (disturbed / "results.pt").exists(), seconds=180)
+    wait_until(lambda: not slurm.job_number("disturbed"), seconds=60)
     steps = sorted(int(path.name[5:]) for path in (disturbed / "kept").iterdir())
     assert 11 <= steps[-1] < 36
     found, expected = (torch.load(folder / "results.pt") for folder in (disturbed, undisturbed))
