@@ -167,6 +167,7 @@ def test_a_process_is_named_in_every_phase(
     script = ["script.py", phase, fault, "0,1" if who == "all" else rank]
     path = f"{tmp_path}:{Path(__file__).parents[2]}"
     if host_count == 1:
+        words += ["--min-workers", "2"]  # or the other worker continues
         jobs = [start_rankless("run", "-n", "2", *words, *script, folder=tmp_path, PYTHONPATH=path)]
     else:
         hosts = request.getfixturevalue("hosts")
