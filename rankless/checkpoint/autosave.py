@@ -46,18 +46,20 @@ class Autosave:
         self._first = 0
         """The number of the step before the first batch of the loader in this process."""
 
-    def follow(self, objects: Iterable[Any], step: int, save: Callable[[int], None]) -> None:
-        """Save objects as they are at a later step.
+    def follow(self, objects: Iterable[Any], step: int, save: Callable[[int, bool], None]) -> None:
+        """Save objects as they are at a later step. A call without a loader, after one with it, changes nothing.
 
         Args:
             objects: What `save` saves.
             step: The present step.
-            save: Writes the objects as of a step.
+            save: Writes the objects as of a step, and gets whether no batch has followed since.
 
         Raises:
             CheckpointError: Not exactly one of the objects is a loader.
         """
         loaders = [each for each in objects if self._is_loader(each)]
+        if not loaders and self._loader is not None:
+            return
         if len(loaders) != 1:
             raise CheckpointError(
                 expected="one rankless.loader among the objects, whose batches are the steps (autosave=)",
@@ -67,11 +69,12 @@ class Autosave:
         if self._loader not in (None, loaders[0]):
             self._loader.before_step = lambda: None
         self._loader = loader = loaders[0]
-        self._first = step - loader.yielded
+        yielded = loader.yielded
+        self._first = step - yielded
 
         def look() -> None:
             if self._is_stopping():
-                save(self._find_step())
+                save(self._find_step(), loader.yielded == yielded)
                 raise SystemExit(PREEMPTED_EXIT_CODE)
 
         loader.before_step = look

@@ -112,7 +112,7 @@ class Checkpoints:
         if self._autosave is not None:
             self._autosave.require_step(step)
         self._write(step, number, extra, objects)
-        self._follow(step, extra, objects)
+        self._follow(step, number, extra, objects)
 
     def _write(self, step: int, metric: float | None, extra: Any, objects: dict[str, Any]) -> None:
         self._run.find_saver().save(
@@ -122,14 +122,14 @@ class Checkpoints:
             series=CheckpointSeries(directory=self._directory, retention=self._retention, step=step, metric=metric),
         )
 
-    def _follow(self, step: int, extra: Any, objects: dict[str, Any]) -> None:
+    def _follow(self, step: int, metric: float | None, extra: Any, objects: dict[str, Any]) -> None:
         """Let the script's next step be preceded by a save, if the run shall stop by then."""
         if self._autosave is None:
             return
 
-        def save(number: int) -> None:
-            if number != step or self.steps[-1:] != [number]:
-                self._write(number, None, extra, objects)
+        def save(number: int, is_unchanged: bool) -> None:
+            # Also if this step was saved: lines after that save may have changed something.
+            self._write(number, metric if is_unchanged else None, extra, objects)
             self._run.find_saver().wait()
             self._run.notify(f"the run was asked to stop: {self.folder / f'step-{number}'} has its state")
 
@@ -166,7 +166,8 @@ class Checkpoints:
         restored: Restored | None = saver.run_for_all(
             lambda: self._restore(saver, which, objects, strict=strict, random=random)
         )
-        self._follow(0 if restored is None else restored.step, None if restored is None else restored.extra, objects)
+        at = restored or Restored(step=0, metric=None, extra=None)
+        self._follow(at.step, at.metric, at.extra, objects)
         return restored
 
     def _restore(

@@ -138,3 +138,20 @@ def test_what_is_no_step_is_refused(tmp_path: Path):
     checkpoints.load(loader=loader)
     with pytest.raises(CheckpointError, match=r"(?s)a whole number from 0 on.*None"):
         checkpoints.save(1, loader=loader)
+
+
+@pytest.mark.usefixtures("own_requests")
+def test_a_stop_saves_what_was_trained_after_a_save_of_the_same_number(tmp_path: Path):
+    checkpoints = rankless.checkpoints(tmp_path / "kept", autosave=lambda: 7, background=True)
+    loader = rankless.loader(range(4))
+    checkpoints.save(7, metric=0.5, loader=loader)
+    checkpoints.load("best", model=torch.nn.Linear(1, 1), strict=False)  # without a loader: changes nothing
+    batches = iter(loader)
+    assert next(batches).item() == 0
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as stopped:
+        next(batches)
+    assert stopped.value.code == 75
+    resumed = rankless.loader(range(4))
+    checkpoints.load(loader=resumed)
+    assert resumed.position == 1
