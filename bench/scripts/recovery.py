@@ -21,6 +21,7 @@ from bench.models import CHARACTERS, CONTEXT, GPT
 ROWS, KILLED_BEFORE, SAVED_EVERY = 8, 15, 10
 parser = argparse.ArgumentParser()
 parser.add_argument("--ddp", action="store_true")
+parser.add_argument("--zero", help="the level of zero= of the job")
 parser.add_argument("--steps", type=int, help="measure a step, and kill nobody")
 arguments = parser.parse_args()
 rank = int(os.environ["RANK"])
@@ -42,7 +43,7 @@ def die_before(step: int) -> None:
 
 
 def train_with_rankless() -> int:
-    train = rankless.job(model=model, optimizer=optimizer)(lose)
+    train = rankless.job(model=model, optimizer=optimizer, zero=arguments.zero)(lose)
     for step, (tokens,) in enumerate(rankless.loader(torch.utils.data.TensorDataset(text), batch_size=ROWS)):
         if step == steps // 2:
             start = time.monotonic()

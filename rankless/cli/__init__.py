@@ -38,7 +38,7 @@ COMMANDS = {
 
 _RENAMED_OPTIONS = {
     "--lost-workers": "--lost-workers is now --min-workers N, the number of workers that must be left",
-    "--replicas": "--replicas is now --copies N, the number of copies of each server",
+    "--replicas": "--replicas is now --copies N, the number of copies of each server and of workers' states",
     "--copy": "--copy is now --send-script",
 }
 """What to tell a user of an earlier version, by the option as it was."""

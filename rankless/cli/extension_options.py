@@ -49,4 +49,7 @@ def find_given_options(arguments: argparse.Namespace) -> dict[str, dict[str, Any
         if dest.startswith(_PREFIX) and value is not None:
             extension, _, name = dest.removeprefix(_PREFIX).partition(": ")
             found.setdefault(extension, {})[name] = value
+    for each in list_own():
+        for name in each.shared_options if each.name in found else ():
+            found[each.name][name] = getattr(arguments, name)
     return found

@@ -19,6 +19,7 @@ from rankless.cli.json_output import (
 )
 from rankless.cli.program_options import (
     PLAN_HELP,
+    add_copies_option,
     add_program_options,
     add_view_options,
     count_default_workers,
@@ -82,6 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser, "the plan")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
+    add_copies_option(parser)
     add_own_options(parser)
     add_view_options(parser)
     add_program_options(parser)
@@ -141,6 +143,7 @@ def _read_request(arguments: argparse.Namespace) -> RunRequest:
         worker_count=workers + requested.heterogeneous,
         heterogeneous_workers=requested.heterogeneous,
         options=options,
+        copies=arguments.copies,
     )
     if request.worker_count < 2:
         raise ConfigError(

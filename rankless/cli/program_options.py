@@ -73,6 +73,18 @@ def add_view_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_copies_option(parser: argparse._ActionsContainer) -> None:
+    """Add the option that keeps copies of what one process alone has of the training's state."""
+    parser.add_argument(
+        "--copies",
+        type=int,
+        default=0,
+        metavar="N",
+        help="1 for a copy of what one worker alone has of the states of jobs with zero=, and of each server, on "
+        "another host if there are several. The run then goes on without the one that is lost. Default: 0.",
+    )
+
+
 def add_program_options(parser: argparse.ArgumentParser) -> None:
     """Add the program to `parser`; all options after it belong to the program."""
     parser.set_defaults(program=None)

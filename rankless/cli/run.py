@@ -10,6 +10,7 @@ from rankless.cli.json_output import add_json_option, make_json_header, read_jso
 from rankless.cli.program_options import (
     PLAN_HELP,
     add_backend_option,
+    add_copies_option,
     add_program_options,
     add_view_options,
     count_default_workers,
@@ -121,6 +122,7 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
         help="How few workers may be left after others were killed. A run of jobs on CPUs goes on without them, as the "
         "same training. Default: 1, and one of each kind.",
     )
+    add_copies_option(parser)
     parser.add_argument(
         "--restarts",
         type=int,
@@ -221,6 +223,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
             min_workers=arguments.min_workers,
+            copies=arguments.copies,
             restarts=arguments.restarts,
             grace_seconds=arguments.grace_seconds,
             debug_rank=arguments.debug_rank,

@@ -16,6 +16,7 @@ from rankless.cli.json_output import add_json_option, make_json_header, read_jso
 from rankless.cli.program_options import (
     PLAN_HELP,
     add_backend_option,
+    add_copies_option,
     add_program_options,
     add_view_options,
     count_default_workers,
@@ -91,6 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", metavar="FOLDER", help="Keep the recordings of all runs in this folder.")
     parser.add_argument("--log-dir", default=default_log_folder(), metavar="DIR", help=LOG_FOLDER_HELP)
     parser.add_argument("--show", action="store_true", help="Show the output of the script too.")
+    add_copies_option(parser)
     add_own_options(parser)
     add_host_options(parser)
     add_view_options(parser)
@@ -182,6 +184,7 @@ def _read_request(arguments: argparse.Namespace, program: Program) -> tuple[Clus
         mesh=arguments.mesh,
         plan=read_plan_file(arguments, program, workers=workers),
         options=options,
+        copies=arguments.copies,
         view=arguments.view,
         zero=arguments.zero,
     )

@@ -210,6 +210,27 @@ def reduce_to(tensor: Tensor, *, among: WorkerGroup, target: int) -> Tensor:
     return received.view(among.size, *tensor.shape).sum(0, dtype=tensor.dtype)
 
 
+def send_along(tensor: Tensor, size: int, sources: Sequence[int], *, among: WorkerGroup) -> Tensor:
+    """Return the flat tensor of another rank, while a further one gets this rank's. Each rank sends its own once.
+
+    Args:
+        tensor: This rank's tensor, with one dim.
+        size: The number of elements that this rank gets.
+        sources: For each rank the one whose tensor it gets.
+        among: The ranks.
+    """
+    received = tensor.new_empty(size)
+    target = sources.index(among.rank)
+    dist.all_to_all_single(
+        received,
+        tensor,
+        output_split_sizes=[size if rank == sources[among.rank] else 0 for rank in range(among.size)],
+        input_split_sizes=[tensor.numel() if rank == target else 0 for rank in range(among.size)],
+        group=among.group,
+    )
+    return received
+
+
 def scatter_from(
     tensor: Tensor, *, among: WorkerGroup, dim: int, lengths: Sequence[int], source: int, shape: Sequence[int]
 ) -> Tensor:

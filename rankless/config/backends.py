@@ -111,6 +111,28 @@ def count_most_lost(config: RunConfig, devices: Sequence[Sequence[str]]) -> int:
     return max(0, sum(map(len, devices)) - least)
 
 
+def require_copies(config: RunConfig) -> None:
+    """Raise a `ConfigError` if the user asks for copies of states, and the run cannot use them; see `--copies`.
+
+    Extensions whose processes have copies check those themselves.
+    """
+    request = config.request
+    if not request.copies or request.options:
+        return
+    if request.copies != 1:
+        raise ConfigError(
+            expected="--copies 0 or 1: none, or one copy of what one worker alone has",
+            found=request.copies,
+            fix="give --copies 1",
+        )
+    count = config.worker_count if config.cluster is None else config.cluster.workers
+    reason = "one worker" if count == 1 else explain_required_workers(config, config.devices)
+    if reason and request.observation.programs is None:  # `plan` shows the memory of copies
+        raise ConfigError(
+            expected="a run that can go on without a lost worker, with --copies 1", found=reason, fix="omit --copies"
+        )
+
+
 def require_enough_workers(config: RunConfig) -> None:
     """Raise a `ConfigError` if the user lets workers be lost, and the run needs every one; see `--min-workers`."""
     least, count = config.request.min_workers, config.worker_count

@@ -224,6 +224,8 @@ class Extension(_Declared):
     options: Mapping[str, Option] = field(default_factory=dict)
     options_title: str = ""
     """Over the options in `--help`; the name of the extension if it is empty."""
+    shared_options: tuple[str, ...] = ()
+    """The options of Rankless that its options module gets, too, without dashes before them."""
     options_module: str = ""
     """A module with `make_options()`, which returns a `RunOptions` of `rankless.config.extension_run_options`: how the
     options are checked, and what they mean for a run."""

@@ -172,6 +172,8 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of the run beside its workers, by the name of the extension that they belong to."""
     most_lost_workers: int = 0
     """How many killed workers the run tolerates."""
+    copies: int = 0
+    """How many other workers have a copy of what one worker alone has of states."""
     is_logical: bool = False
     """Whether the script runs in the logical view."""
     zero: ZeroLevel | None = None
@@ -199,6 +201,11 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     def first_rank(self, host_index: int) -> int:
         """Return the rank of a host's first worker."""
         return sum(self.workers[:host_index])
+
+    @property
+    def hosts_of_copies(self) -> tuple[int, ...]:
+        """The index of each worker's host, if workers keep copies of others' shards; else none."""
+        return tuple(map(self.host_of, range(self.world_size))) if self.copies else ()
 
     @property
     def worker_host_count(self) -> int:
@@ -340,6 +347,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     min_workers: int | None = None
     """How many workers must be left after others were killed; None for one, where the run can go on without others."""
+    copies: int = 0
+    """How many other processes have a copy of what one worker, or one server, alone has of the training's state."""
     restarts: int = 0
     """How often the script is started again after a failure."""
     debug_rank: int | None = None

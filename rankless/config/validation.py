@@ -9,7 +9,12 @@ import shutil
 import msgspec
 
 from rankless.config.available_resources import core_count
-from rankless.config.backends import read_requested_backend, require_enough_workers, require_usable_backend
+from rankless.config.backends import (
+    read_requested_backend,
+    require_copies,
+    require_enough_workers,
+    require_usable_backend,
+)
 from rankless.config.cluster_variables import choose_grace
 from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
 from rankless.config.extension_run_options import check_options, count_processes
@@ -60,6 +65,7 @@ def make_run_config(program: Program, request: RunRequest) -> RunConfig:
         roles=list_roles(request),
     )
     require_enough_workers(config)
+    require_copies(config)
     return config
 
 

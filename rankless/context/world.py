@@ -121,6 +121,15 @@ class StartedWorkers:
     """How often those that are left have formed a group anew."""
     kinds: tuple[tuple[int, ...], ...] = ()
     """The workers of each kind, lost ones included, where some are heterogeneous."""
+    hosts: tuple[int, ...] = ()
+    """The host of each, lost ones included, if workers keep copies of others' shards."""
+    copied: tuple[int, ...] = ()
+    """For each worker that is left, by its rank now, the one whose shards it has copies of; see `choose_copied`."""
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether what only some workers have of states is on others, too, so that one of them may be lost."""
+        return bool(self.kinds or self.copied)
 
     @staticmethod
     def of(workers: Mesh) -> "StartedWorkers":
@@ -293,7 +302,12 @@ class World:
             # Only along `data` do workers read each other's parameters.
             is_data = axis.role == "data"
             owner = ShardedStateOwner(
-                axis, self._require_all_workers, shares_values=is_data, within=owner, run=self.run_on_states
+                axis,
+                self._require_all_workers,
+                shares_values=is_data,
+                within=owner,
+                run=self.run_on_states,
+                copied=self.numbering.copied if is_data else (),
             )
         return owner
 
@@ -309,7 +323,7 @@ class World:
             attempt: Computes it, and changes nothing that lasts.
             is_in_step: Whether it is a part of a step, whose gradients all workers have.
         """
-        if self.recovery is None or not self.numbering.kinds:
+        if self.recovery is None or not self.numbering.has_copies:
             return attempt()
         return self.recovery.run(lambda _: attempt(), is_in_step=is_in_step)
 

@@ -7,7 +7,7 @@ it. The accumulator keeps the running mean, so values do not grow with the numbe
 gradient.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,19 +82,18 @@ class GradientAccumulator:
             if id(table.weight) in restored:
                 table.restore_gradients(rows)
 
-    def move(self, before: Tensor, after: Tensor, divide: Callable[[Tensor], Tensor]) -> None:
-        """Let another tensor hold a gradient that is accumulated, because workers now have shards of it.
+    def find(self, holder: Tensor) -> Tensor | None:
+        """Return the gradient that is accumulated for what holds it; None if there is none."""
+        return self._gradients.get(id(holder))
 
-        Args:
-            before: What has held it.
-            after: What holds it from now on.
-            divide: Returns a copy of this worker's shard of a gradient.
-        """
-        gradient = self._gradients.pop(id(before), None)
-        if gradient is not None:
-            shard = self._gradients[id(after)] = divide(gradient)
-            self._versions[id(after)] = shard._version
-            self._versions.pop(id(before), None)
+    def take(self, holder: Tensor) -> Tensor | None:
+        """Return the gradient that is accumulated for a tensor, which holds it no longer; None if there is none."""
+        self._versions.pop(id(holder), None)
+        return self._gradients.pop(id(holder), None)
+
+    def put(self, holder: Tensor, gradient: Tensor) -> None:
+        """Let a tensor hold a gradient that is accumulated."""
+        self._gradients[id(holder)], self._versions[id(holder)] = gradient, gradient._version
 
     def _add(self, parameter: Tensor, old: float, new: float) -> None:
         accumulated, gradient = self._gradients.get(id(parameter)), parameter.grad

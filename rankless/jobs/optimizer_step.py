@@ -21,10 +21,11 @@ from torch.optim import Optimizer
 
 from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
-from rankless.errors import ConfigError, LostWorkerError, StepError
+from rankless.errors import ConfigError, StepError
 from rankless.jobs.gradient_accumulation import GradientAccumulator
 from rankless.jobs.job_definition import CallResult, JobDefinition, StepOptions
 from rankless.ownership.extension_nn_modules import list_extension_modules
+from rankless.ownership.sharded_parameters import DividedParameter
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 
@@ -76,7 +77,9 @@ class OptimizerStepper:
         holders = self._owner.get_holders(parameters)
         if accumulate > 1:
             self._enter_pass()
+            self._owner.note_sums(self)
             self._follow_division(holders)
+            holders = [*holders, *self._list_copies(parameters)]
         try:
             if job.step_options.check_finite:
                 self._require_finite(loss, parameters)
@@ -99,36 +102,49 @@ class OptimizerStepper:
         """Make a step of the calls since the last one. Returns False if there are none."""
         if not self._accumulator.calls:
             return False
-        self._require_sums()
-        self._owner.begin_call()
+        self._world.run_on_states(self._owner.begin_call)
         holders = self._owner.get_holders(self._parameters)
         self._follow_division(holders)
         if self._world.script.leftovers.train_calls != self._train_calls:
             optimized = self._job.optimized_parameters(self._parameters)
             self._accumulator.restore(self._owner.get_holders(optimized))  # `.grad` is of another job
         else:
-            self._accumulator.restore(self._owner.get_holders([parameter for parameter, _ in self._hidden]))
+            hidden = [parameter for parameter, _ in self._hidden]
+            self._accumulator.restore([*self._owner.get_holders(hidden), *self._list_copies(hidden)])
         self._step()
         self._hide_gradients()
         self._owner.end_call()
         return True
 
-    def _require_sums(self) -> None:
-        """Raise LostWorkerError if workers divide gradients, and one was lost with sums of them."""
-        if self._world.numbering.kinds and self._world.present_owner is not self._owner:
-            raise LostWorkerError(
-                expected=f"all gradients that job {self._job.name!r} has accumulated",
-                found="a worker that was lost with sums of them, beside heterogeneous workers",
-                fix="start the run again from a checkpoint, or omit accumulate=",
-                where=self._job.line,
-            )
+    def find_sum(self, holder: Tensor) -> Tensor | None:
+        """Return the gradient that is accumulated for a shard; None if there is none."""
+        return self._accumulator.find(holder)
+
+    def make_sum_whole(self, member: DividedParameter, whole: Tensor) -> None:
+        """Let a parameter hold its whole accumulated gradient, because a worker was lost."""
+        for shard in (member.shard, member.copy):
+            if shard is not None:
+                self._accumulator.take(shard)
+        self._accumulator.put(member.parameter, whole)
+
+    def _list_copies(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return the copies of shards that have gradients of their own."""
+        copies = map(self._owner.find_copy, parameters)
+        return [each for each in copies if each is not None]
 
     def _follow_division(self, holders: Sequence[Tensor]) -> None:
-        """Move accumulated gradients to what holds them now, if another job has divided parameters since."""
+        """Move accumulated gradients to what holds them now.
+
+        Another job may have divided parameters since, or all were made whole because a worker was lost.
+        """
         for parameter, holder in zip(self._parameters, holders, strict=True):
-            before = self._holders.get(id(parameter), holder)
-            if before is not holder:
-                self._accumulator.move(before, holder, functools.partial(self._owner.divide_gradient, parameter))
+            for before in (self._holders.get(id(parameter), holder), parameter):
+                whole = self._accumulator.take(before) if before is not holder else None
+                if whole is not None:
+                    self._accumulator.put(holder, self._owner.divide_gradient(parameter, whole))
+                    copy = self._owner.find_copy(parameter)
+                    if copy is not None:
+                        self._accumulator.put(copy, self._owner.copy_gradient(parameter, whole))
         self._holders = {id(item): holder for item, holder in zip(self._parameters, holders, strict=True)}
 
     def on_pass_end(self, ended: AccumulationPass) -> None:
@@ -221,7 +237,8 @@ class OptimizerStepper:
             self.gradient_norm = self._world.run_on_states(
                 lambda: owner.measure_norm(owner.get_holders(optimized)), is_in_step=True
             )
-        holders = owner.get_holders(optimized)  # others if a worker was lost meanwhile
+        # Others if a worker was lost meanwhile.
+        holders = [*owner.get_holders(optimized), *self._list_copies(optimized)]
         if options.clip_norm is not None and self.gradient_norm is not None:
             with_gradient = [item for item in holders if item.grad is not None]
             clip_grads_with_norm_(with_gradient, options.clip_norm, self.gradient_norm)

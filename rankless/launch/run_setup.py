@@ -119,7 +119,7 @@ def make_start(
     most_lost = count_most_lost(config, devices)
     request = config.request
     # Between hosts of one worker each Gloo sends large tensors faster, so the user or an extension asks for another.
-    if most_lost and (request.min_workers is not None or request.options):
+    if most_lost and (request.min_workers is not None or request.copies or request.options):
         backend = choose_abortable_backend(backend, config)
     return AgreedJobConfig(
         run_id=make_run_id(profile),
@@ -127,6 +127,7 @@ def make_start(
         workers=tuple(map(len, devices)),
         backend=backend.name,
         most_lost_workers=most_lost if backend.name in ABORTABLE else 0,
+        copies=request.copies,
         is_logical=config.view.is_logical,
         zero=config.view.zero,
         master_address=config.request.master_address if config.cluster is None else address,

@@ -179,6 +179,7 @@ def _make_launch(
         observation=start.observation,
         is_logical=start.is_logical,
         zero=start.zero,
+        hosts_of_copies=start.hosts_of_copies,
         progress=config.request.progress,
         interface=position.interface,
         host=position.host_index,

@@ -74,10 +74,15 @@ class SharedMemoryShards:
             for part, (name, layout, dtype) in zip(memory.split(sizes), fitting, strict=True)
         }
 
-    def begin_write(self) -> None:
-        """Wait until no worker reads any more. Collective."""
+    def begin_write(self, *, waits: bool = True) -> None:
+        """Wait until no worker reads any more. Collective.
+
+        Args:
+            waits: Whether some may still read.
+        """
         if self._memories and not self._is_written:
-            wait_for_all(among=self._group)
+            if waits:
+                wait_for_all(among=self._group)
             self._is_written = True
 
     def begin_read(self) -> None:

@@ -52,10 +52,17 @@ class WholeValues:
         group: The workers that hold the shards.
         require_all: Called with what is about to be gathered. Raises if not all workers will take part.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
+        copied: For each worker the one whose shards it has copies of; none without copies. See Note [copies of shards].
     """
 
-    def __init__(self, group: WorkerGroup, require_all: Callable[[str], None], run: RunTogether = run_directly) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: WorkerGroup,
+        require_all: Callable[[str], None],
+        run: RunTogether = run_directly,
+        copied: Sequence[int] = (),
+    ) -> None:
+        self.group, self.copied = group, copied
         self._require_all, self._run = require_all, run
         self._process_id = os.getpid()
         self._open: list[Partition] = []
@@ -130,6 +137,8 @@ class WholeValues:
             for partition in self._open:
                 assert partition.whole is not None
                 copy_whole(partition.shard, partition.layout.get_shard(partition.whole, self.group.rank))
+                if partition.copy is not None:
+                    partition.copy.copy_(partition.get_copy_of(partition.whole))
         # Workers may free memory at different times. They must agree on what they will gather.
         is_used = torch.tensor(
             [has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8, device="cpu"
@@ -165,15 +174,24 @@ class Partition:
         shard: This worker's shard.
         name: What errors call the tensor.
         device: Where the whole value lies. The shard may lie on the host.
+        copy: The shard of another worker, if this one has a copy of it; see Note [copies of shards].
         whole: The whole value, while the script uses it.
         values: Gathers it.
     """
 
     def __init__(
-        self, layout: ShardLayout, shard: Tensor, name: str, values: WholeValues, *, device: torch.device
+        self,
+        layout: ShardLayout,
+        shard: Tensor,
+        name: str,
+        values: WholeValues,
+        *,
+        device: torch.device,
+        copy: Tensor | None = None,
     ) -> None:
         self.layout = layout
         self.shard = shard
+        self.copy = copy
         self.name = name
         self.device = device
         self.whole: Tensor | None = None
@@ -201,6 +219,9 @@ class Partition:
         with torch.no_grad():
             if within is None:
                 self.shard.copy_(own.read())
+            if self.copy is not None:
+                ranges = self.layout.list_ranges(self.values.copied[self.group.rank])
+                self.copy.copy_(value.select(self.layout.placement.dim, ranges).read())
             if self.whole is not None:
                 self.whole.copy_(value.read())
 
@@ -221,6 +242,10 @@ class Partition:
             return self.shard.detach() if within is None else within.get_current_shard()
         own = self.layout.get_shard(self.whole, self.values.group.rank)
         return own if within is None else within.get_shard(own)
+
+    def get_copy_of(self, whole: Tensor) -> Tensor:
+        """Return of a whole value what this worker has a copy of."""
+        return self.layout.get_shard(whole, self.values.copied[self.group.rank])
 
     def get_shard(self, whole: Tensor) -> Tensor:
         """Return of a whole value what this worker holds."""

@@ -4,9 +4,10 @@ Note [flat shards]: a shard is sent as its elements in the order in which they l
 with one chunk per worker. A chunk is the worker's shards of all tensors of the group, one after the other. All chunks
 are as long as the longest, because backends take equal chunks only.
 
-Note [copies of shards]: where a worker may be lost that has all rows of a tensor, other workers have the same rows.
-They get the same gradients and make the same steps, so that one of them can take its place. All that counts each shard
-once, such as a norm or a file, leaves copies out.
+Note [copies of shards]: where a worker may be lost that has rows of a tensor, another worker has the same rows. It gets
+the same gradients and makes the same steps, so that it can take its place, and nothing is sent after a step. All that
+counts each shard once, such as a norm or a file, leaves copies out. Along the axis `data`, `WholeValues.copied` has for
+each worker the one whose shards it has, too. Beside heterogeneous workers, a layout names the workers with copies.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -18,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from rankless.collectives.mesh_collectives import start_all_gather
+from rankless.collectives.mesh_collectives import send_along, start_all_gather
 from rankless.parallel.mesh import MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard, compute_local_shape, split_lengths
 from rankless.records.parallel_plan import StateDivision
@@ -50,6 +51,11 @@ class ShardLayout:
     def holders(self) -> tuple[int, ...]:
         """The workers that have rows: first those that count, then copies."""
         return (*(rank for rank, length in enumerate(self.placement.lengths) if length), *self.copies)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several workers have rows that count."""
+        return sum(map(bool, self.placement.lengths)) > 1
 
     def find_original(self, rank: int) -> int:
         """Return the worker whose shard a worker has: another one's for a copy."""
@@ -214,6 +220,55 @@ def gather_shards(layouts: Sequence[ShardLayout], shards: Sequence[Tensor], *, a
             work.wait()
         wholes += group.split_wholes(flat)
     return wholes
+
+
+def choose_copied(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Return for each worker the one whose shards it has copies of, on another host if there is one.
+
+    Args:
+        hosts: The host of each worker, by its rank.
+
+    Example:
+        >>> choose_copied([0, 0, 1, 1])
+        (3, 2, 0, 1)
+        >>> choose_copied([0])
+        ()
+    """
+    if len(hosts) < 2:
+        return ()
+    places = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    ring = sorted(range(len(hosts)), key=lambda rank: (places[rank], hosts[rank]))
+    before = dict(zip(ring, (ring[-1], *ring[:-1]), strict=True))
+    return tuple(before[rank] for rank in range(len(hosts)))
+
+
+def send_to_copies(
+    layouts: Sequence[ShardLayout], shards: Sequence[Tensor], copied: Sequence[int], among: WorkerGroup
+) -> list[Tensor]:
+    """Return the shards of the worker of which this one has copies. Collective if there are any.
+
+    Args:
+        layouts: How each tensor is divided.
+        shards: This worker's shard of each.
+        copied: For each worker the one whose shards it has copies of.
+        among: The workers.
+    """
+    received = []
+    for members in group_in_order(
+        zip(layouts, shards, strict=True),
+        kind=lambda item: (item[1].dtype, item[1].device),
+        size=lambda item: item[1].numel() * item[1].element_size(),
+        limit=lambda _item, _groups: GATHER_BYTES,
+    ):
+        sent = torch.cat([layout.flatten(shard) for layout, shard in members])
+        source = copied[among.rank]
+        sizes = [layout.shard_size(source) for layout, _ in members]
+        flat = send_along(sent, sum(sizes), copied, among=among)
+        received += [
+            layout.view_flat(part, layout.shard_shape(source))
+            for (layout, _), part in zip(members, flat.split(sizes), strict=True)
+        ]
+    return received
 
 
 def fit_placement(placement: Shard | BlockedShard, rows: int) -> Shard | BlockedShard:

@@ -33,6 +33,8 @@ class DividedParameter:
         divides_gradient: Whether it holds only its shard of the gradient.
         is_offloaded: Whether the shard lies in the memory of the host; see Note [offloaded shards].
         shared: Where its value lies, if workers hold the shards of it in one memory.
+        copy: The shard of another worker, on which this one steps, too; see Note [copies of shards].
+        copied: That worker.
     """
 
     parameter: nn.Parameter
@@ -43,32 +45,46 @@ class DividedParameter:
     divides_gradient: bool
     is_offloaded: bool
     shared: SharedValue | None = None
+    copy: nn.Parameter | None = None
+    copied: int = 0
 
     @property
     def holder(self) -> nn.Parameter:
         """The tensor that has this worker's gradient."""
         return self.shard if self.divides_gradient else self.parameter
 
-    def begin_step(self, rank: int) -> None:
-        """Give the shard the value and the gradient that this worker's optimizer needs."""
-        if not self.divides_value:
-            if self.shares_memory:
-                self.shard.data = self.layout.get_shard(self.parameter.data, rank)
-            else:
-                self.shard.data.copy_(self.layout.get_shard(self.parameter.data, rank))
-        gradient = self.parameter.grad
-        if not self.divides_gradient:
-            self.shard.grad = None if gradient is None else self._take_shard(gradient, rank)
+    def list_stepped(self, rank: int) -> list[tuple[nn.Parameter, int]]:
+        """Return the shards on which a worker's optimizer steps, each with the worker to which it belongs."""
+        own = [(self.shard, rank)] if self.has_rows(rank) else []
+        return own if self.copy is None else [*own, (self.copy, self.copied)]
 
-    def end_step(self) -> None:
-        """Forget the shard of a gradient that the worker has whole."""
+    def get_shard_of(self, worker: int) -> nn.Parameter:
+        """Return the shard of a worker, which is this one or that of which it has a copy."""
+        return self.copy if self.copy is not None and worker == self.copied else self.shard
+
+    def begin_step(self, rank: int) -> None:
+        """Give the shards the values and the gradients that this worker's optimizer needs."""
+        gradient = self.parameter.grad
+        for shard, owner in self.list_stepped(rank):
+            if not self.divides_value:
+                value = self.layout.get_shard(self.parameter.data, owner)
+                if self.shares_memory:
+                    shard.data = value
+                else:
+                    shard.data.copy_(value)
+            if not self.divides_gradient:
+                shard.grad = None if gradient is None else self._take_shard(gradient, owner)
+
+    def end_step(self, rank: int) -> None:
+        """Forget the shards of a gradient that the worker has whole."""
         if not self.divides_gradient:
-            self.shard.grad = None
+            for shard, _ in self.list_stepped(rank):
+                shard.grad = None
 
     @property
     def is_owned(self) -> bool:
         """Whether one worker has all rows."""
-        return len([length for length in self.layout.placement.lengths if length]) == 1
+        return not self.layout.is_divided
 
     def has_rows(self, rank: int) -> bool:
         """Return whether a worker has rows of it."""
@@ -102,7 +118,7 @@ class DividedParameter:
     def _take_shard(self, gradient: Tensor, rank: int) -> Tensor:
         partition = find_partition(gradient)
         if partition is not None:
-            is_same = partition.layout == self.layout
+            is_same = partition.layout == self.layout and rank == partition.group.rank
             gradient = partition.get_current_shard() if is_same else partition.gather()
             return self.place(gradient if is_same else self.layout.copy_shard(gradient, rank))
         if gradient.layout is not torch.strided:
@@ -139,8 +155,15 @@ def make_divided_parameter(
     own = layout.copy_shard(whole, rank) if shared is None else shared.shard.copy_(layout.get_shard(whole, rank))
     placed = copy_to_host([own])[0] if state.offloaded else own
     shard = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+    copied = values.copied[rank] if values.copied else rank
+    copy = None
+    if values.copied and layout.placement.lengths[copied]:
+        placed = layout.copy_shard(whole, copied)
+        copy = nn.Parameter(
+            copy_to_host([placed])[0] if state.offloaded else placed, requires_grad=parameter.requires_grad
+        )
     if state.value:
-        partition = Partition(layout, shard, name, values, device=whole.device)
+        partition = Partition(layout, shard, name, values, device=whole.device, copy=copy)
         divide_parameter(parameter, partition)
         values.keep(partition, whole)
     return DividedParameter(
@@ -152,6 +175,8 @@ def make_divided_parameter(
         divides_gradient=bool(state.gradient),
         is_offloaded=state.offloaded,
         shared=shared,
+        copy=copy,
+        copied=copied,
     )
 
 

@@ -35,11 +35,17 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
     run_directly,
 )
-from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_shards
+from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_shards, send_to_copies
 from rankless.ownership.sharded_parameters import DividedParameter, gather_after_step, make_divided_parameter
-from rankless.ownership.state_owner import Replica, StateOwner, get_elements
+from rankless.ownership.state_owner import GradientSums, Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
-from rankless.ownership.step_on_shards import find_state_layout, list_parameters, on_shards, share_state
+from rankless.ownership.step_on_shards import (
+    find_state_layout,
+    list_parameters,
+    list_state_partitions,
+    on_shards,
+    share_state,
+)
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
@@ -55,6 +61,7 @@ class ShardedStateOwner(StateOwner):
         shares_values: Whether workers of one host may hold divided values in one memory.
         within: Holds the shards, and what this owner does not divide. Default: every worker holds all of it.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
+        copied: For each worker the one whose shards it has copies of; none without copies. See Note [copies of shards].
     """
 
     def __init__(
@@ -65,11 +72,12 @@ class ShardedStateOwner(StateOwner):
         shares_values: bool = True,
         within: StateOwner | None = None,
         run: RunTogether = run_directly,
+        copied: Sequence[int] = (),
     ) -> None:
         self._axis = axis
         self._within = StateOwner() if within is None else within
         self._run = run
-        self._values = WholeValues(axis, require_all, run)
+        self._values = WholeValues(axis, require_all, run, copied)
         self._shared = SharedMemoryShards(axis)
         self._shares_values = shares_values
         self._own_version = 0
@@ -79,6 +87,9 @@ class ShardedStateOwner(StateOwner):
         self._holders: dict[int, DividedParameter] = {}
         """The parameter of each holder with a shard of a gradient, by the id of the holder."""
         self._holders_version = 0
+        self._sums: list[GradientSums] = []
+        self._is_gathering = False
+        """Whether parameters that every worker has whole are older than their shards."""
 
     @property
     def version(self) -> int:
@@ -162,10 +173,7 @@ class ShardedStateOwner(StateOwner):
             LostWorkerError: All workers were lost that had a state.
         """
         divided = DividedStates(
-            self._axis.rank,
-            list(self._divided.values()),
-            self._optimizers,
-            are_shards_newer=self._values.are_shards_newer,
+            self._values, list(self._divided.values()), self._optimizers, self._sums, is_gathering=self._is_gathering
         )
         make_whole = divided.collect(mesh, with_gradients=with_gradients)
 
@@ -173,6 +181,7 @@ class ShardedStateOwner(StateOwner):
             make_whole()
             self._divided.clear()
             self._values.end()
+            self._is_gathering = False
             self._own_version += 1
 
         return finish
@@ -217,6 +226,60 @@ class ShardedStateOwner(StateOwner):
                 placed[place] = gradient
         self._within.take_gradients(list(map(self._get_own_holder, parameters)), placed)
 
+    def copy_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Callable[[], None]:
+        """Send the gradients of shards to the workers that have copies of these. Collective if there are any.
+
+        Args:
+            parameters: The parameters.
+            gradients: What this worker has of the gradient of each, as a program has computed it.
+
+        Returns:
+            A function that gives the copies of this worker their gradients.
+        """
+        known = [self._divided.get(id(item)) for item in parameters]
+        pairs = [
+            (item, gradient)
+            for item, gradient in zip(known, gradients, strict=True)
+            if item is not None and item.divides_gradient and self._values.copied
+        ]
+        received = send_to_copies(
+            [item.layout for item, _ in pairs], [gradient for _, gradient in pairs], self._values.copied, self._axis
+        )
+
+        def finish() -> None:
+            for item in self._divided.values():
+                if item.copy is not None:
+                    item.copy.grad = None
+            for (item, _), gradient in zip(pairs, received, strict=True):
+                if item.copy is not None:
+                    item.copy.grad = item.place(gradient)
+
+        return finish
+
+    def find_copy(self, parameter: Tensor) -> Tensor | None:
+        """Return the copy of another worker's shard of a parameter that has a gradient of its own; None if none has."""
+        known = self._divided.get(id(parameter))
+        return known.copy if known is not None and known.divides_gradient else None
+
+    def copy_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return what the copy of another worker's shard of a parameter has of a whole gradient."""
+        known = self._divided[id(parameter)]
+        return known.place(known.layout.copy_shard(whole, known.copied))
+
+    def measure_copies(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:
+        """Return the bytes of this worker's copies of other workers' shards, with their gradients and states."""
+        known = [self._divided[id(item)] for item in parameters if id(item) in self._divided]
+        counts = [(item.copy, (not item.shares_memory) + item.divides_gradient) for item in known]
+        states = [each.copy for optimizer in optimizers for each in list_state_partitions(optimizer, known)]
+        return sum(
+            copy.nbytes * count for copy, count in [*counts, *((each, 1) for each in states)] if copy is not None
+        )
+
+    def note_sums(self, sums: GradientSums) -> None:
+        """Note what accumulates gradients, which are made whole after a worker was lost."""
+        if not any(each is sums for each in self._sums):
+            self._sums.append(sums)
+
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return what this worker has of a parameter or buffer."""
         return self._within.get_value(self._get_own_value(tensor))
@@ -255,6 +318,8 @@ class ShardedStateOwner(StateOwner):
             self._shared.begin_write()
         self._values.are_shards_newer = True
         self._within.set_value(known.shard, known.layout.get_shard(whole, self._axis.rank))
+        if known.copy is not None:
+            self._within.set_value(known.copy, known.layout.get_shard(whole, known.copied))
 
     def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
         """Return how the value of a parameter or buffer is divided, by axis; nothing for a whole one."""
@@ -301,10 +366,12 @@ class ShardedStateOwner(StateOwner):
         own = stored.partition.select(layout.placement.dim, layout.list_ranges(self._axis.rank))
         shard = self._within.take_state(known.shard, key, UnreadTensor(own))
         if isinstance(shard, UnreadTensor):
-            shape, strides = layout.shard_shape(self._axis.rank), layout.shard_strides(self._axis.rank)
-            shard = torch.empty_strided(shape, strides, dtype=stored.dtype, device=known.shard.device).copy_(own.read())
+            shard = read_shard(stored, layout, self._axis.rank, known.shard.device)
+        copy = None if known.copy is None else read_shard(stored, layout, known.copied, known.shard.device)
         name = f"{key} of {known.name}"
-        return make_partitioned_tensor(Partition(layout, shard, name, self._values, device=known.parameter.device))
+        return make_partitioned_tensor(
+            Partition(layout, shard, name, self._values, device=known.parameter.device, copy=copy)
+        )
 
     def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
         """Return the axes whose workers have shards of the gradient of which a holder has one."""
@@ -375,14 +442,33 @@ class ShardedStateOwner(StateOwner):
         """Let an optimizer step on this worker's shards; then all workers get the parameters that they hold whole."""
         known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         if any(item.shared is not None for item in known):
-            self._shared.begin_write()
+            # With copies, the operation before has ended with a barrier, and programs read in operations only.
+            self._shared.begin_write(waits=not self._values.copied)
         with on_shards(optimizer, self._divided, self._values):
             self._within.step(optimizer)
         if known:
             self._values.are_shards_newer = True
+        if any(not item.divides_value for item in known):
+            self._is_gathering = True
         if any(item.is_owned for item in known):
             self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
-        gather_after_step([item for item in known if not item.divides_value], self._axis)
+        if self._values.copied or any(item.is_owned for item in known):  # entries that were whole after a loss
+            self._values.find_open(list_state_partitions(optimizer, known))
+        if self._is_gathering:
+            self._run(lambda: self._gather(known), is_in_step=True)
+            self._is_gathering = False
+
+    def _gather(self, stepped: Sequence[DividedParameter]) -> None:
+        """Gather the parameters that every worker has whole, unless all are whole because a worker was lost."""
+        still = [item for item in stepped if not item.divides_value and id(item.parameter) in self._divided]
+        gather_after_step(still, self._axis)
+
+
+def read_shard(stored: UnreadTensor, layout: ShardLayout, rank: int, device: torch.device) -> Tensor:
+    """Return one worker's shard of a stored tensor."""
+    shape, strides = layout.shard_shape(rank), layout.shard_strides(rank)
+    read = stored.partition.select(layout.placement.dim, layout.list_ranges(rank)).read()
+    return torch.empty_strided(shape, strides, dtype=stored.dtype, device=device).copy_(read)
 
 
 def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +41,23 @@ class Replica:
         return [axis for axis in mesh.axes if id(axis) not in known and axis.size > 1]
 
 
+class GradientSums(Protocol):
+    """The gradients that calls of a job have accumulated for shards of parameters."""
+
+    def find_sum(self, holder: Tensor) -> Tensor | None:
+        """Return the gradient that is accumulated for a shard; None if there is none."""
+        ...
+
+    def make_sum_whole(self, member: Any, whole: Tensor) -> None:
+        """Let a parameter hold its whole accumulated gradient.
+
+        Args:
+            member: How the parameter was divided: a `DividedParameter`.
+            whole: The gradient.
+        """
+        ...
+
+
 class StateOwner:
     """Holds the state of jobs: here every worker holds everything. Owners that divide states derive from it.
 
@@ -66,6 +84,28 @@ class StateOwner:
         """Give the holder of each parameter a new gradient, as a program has computed it."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    def copy_gradients(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Callable[[], None]:  # noqa: ARG002
+        """Send gradients to the workers that have copies of shards. Return a function that takes those of this worker.
+
+        Collective if there are copies; see Note [copies of shards].
+        """
+        return lambda: None
+
+    def find_copy(self, parameter: Tensor) -> Tensor | None:  # noqa: ARG002
+        """Return the copy of another worker's shard of a parameter that has a gradient of its own; None if none has."""
+        return None
+
+    def copy_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
+        """Return what the copy of another worker's shard of a parameter has of a whole gradient."""
+        raise NotImplementedError
+
+    def measure_copies(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:  # noqa: ARG002
+        """Return the bytes of this worker's copies of other workers' shards, with their gradients and states."""
+        return 0
+
+    def note_sums(self, sums: GradientSums) -> None:
+        """Note what accumulates gradients, which are made whole after a worker was lost."""
 
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return what this worker has of a parameter or buffer: all of it, or its shard."""

@@ -10,7 +10,7 @@ parameter, and the others' shards have no rows. After a step `share_state` shows
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -96,49 +96,60 @@ def on_shards(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
         known = divided.get(id(owner))
         if known is None:
             local[owner] = entries
-        elif known.has_rows(rank):
-            local[known.shard] = {key: take_state(value, known, key, rank) for key, value in entries.items()}
+        else:
+            for shard, holder in known.list_stepped(rank):
+                local[shard] = {
+                    key: take_state(value, known, key, holder, is_copy=shard is known.copy)
+                    for key, value in entries.items()
+                }
     for member in members:
         member.begin_step(rank)
     optimizer.state = local
     for group, params in zip(optimizer.param_groups, lists, strict=True):
-        found = [divided.get(id(item)) for item in params]
-        pairs = [pair for pair in zip(params, found, strict=True) if pair[1] is None or pair[1].has_rows(rank)]
-        group["params"] = [item if known is None else known.shard for item, known in pairs]
+        found = [(item, divided.get(id(item))) for item in params]
+        shards = [[item] if known is None else [each for each, _ in known.list_stepped(rank)] for item, known in found]
+        group["params"] = [each for several in shards for each in several]
     try:
         yield
     finally:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
-        shards = {id(member.shard): member for member in members}
+        stepped = {id(member.shard): member for member in members}
+        copied = {id(member.copy): member for member in members if member.copy is not None}
         # Workers without rows of a parameter get its state from the one that has them: see `share_state`.
         elsewhere = [member.parameter for member in members if not member.has_rows(rank)]
         shown: dict[Any, Any] = {parameter: state[parameter] for parameter in elsewhere if parameter in state}
         for owner, entries in local.items():
-            stepped = shards.get(id(owner))
-            if stepped is None:
-                shown[owner] = entries
-            else:
-                before = state.get(stepped.parameter, {})
-                shown[stepped.parameter] = {
-                    key: show_state(value, before.get(key), stepped, key, values) for key, value in entries.items()
+            known = stepped.get(id(owner))
+            if known is not None:
+                before = state.get(known.parameter, {})
+                shown[known.parameter] = {
+                    key: show_state(value, before.get(key), known, key, values) for key, value in entries.items()
                 }
+            elif id(owner) in copied:  # after the shard of its parameter
+                member = copied[id(owner)]
+                keep_copies(shown.setdefault(member.parameter, {}), entries, member, values)
+            else:
+                shown[owner] = entries
         state.clear()
         state.update(shown)
         optimizer.state = state  # type: ignore[assignment]  # the script may have a reference to it
         for member in members:
-            member.end_step()
+            member.end_step(rank)
 
 
-def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> Any:
-    """Return this worker's part of an entry of a parameter's state."""
-    if not isinstance(value, Tensor) or value.dim() == 0:
+def take_state(value: Any, divided: DividedParameter, key: str, rank: int, *, is_copy: bool = False) -> Any:
+    """Return a worker's part of an entry of a parameter's state: this worker's own, or one of which it has a copy."""
+    if not isinstance(value, Tensor):
         return value
+    if value.dim() == 0:
+        return value.clone() if is_copy else value  # an optimizer counts its steps in place
     partition = find_partition(value)
     if partition is not None:
         layout = find_state_layout(tuple(value.shape), divided)
-        if layout is not None and layout.placement == partition.layout.placement:
-            return partition.shard
+        shard = partition.copy if is_copy else partition.shard
+        if layout is not None and layout.placement == partition.layout.placement and shard is not None:
+            return shard
         value = partition.gather()  # of another optimizer, or of a parameter that was divided otherwise
     if divided.is_owned:
         return value.clone() if hasattr(value, "was_divided") else value
@@ -150,6 +161,38 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int) -> An
             fix="load the state that the optimizer has saved, or omit zero=",
         )
     return divided.place(divided.layout.copy_shard(value, rank))
+
+
+def list_state_partitions(optimizer: Optimizer, members: Iterable[DividedParameter]) -> list[Partition]:
+    """Return how the states of divided parameters are divided, in the same order on all workers."""
+    states = [optimizer.state.get(member.parameter, {}) for member in members]
+    found = [find_partition(value) for state in states for value in state.values() if isinstance(value, Tensor)]
+    return [each for each in found if each is not None]
+
+
+def keep_copies(
+    shown: dict[str, Any], entries: Mapping[str, Any], divided: DividedParameter, values: WholeValues
+) -> None:
+    """Keep the state of a copy of another worker's shard with that of the parameter, as the script sees it.
+
+    A worker that has a copy and no rows of its own shows the state here, and the others in `share_state`.
+    """
+    for key, value in entries.items():
+        before = shown.get(key)
+        known = find_partition(before) if isinstance(before, Tensor) else None
+        if isinstance(value, Tensor) and value.dim() == 0 and isinstance(before, Tensor):
+            before.copy_(value)
+        elif not isinstance(value, Tensor) or value.dim() == 0:
+            shown[key] = value
+        elif known is not None:
+            known.copy = value
+        else:
+            layout = divided.own(tuple(value.shape), order_dims(value.stride()))
+            shard = value.new_empty(layout.shard_shape(values.group.rank))
+            name, device = f"{key} of {divided.name}", divided.parameter.device
+            shown[key] = make_partitioned_tensor(
+                Partition(layout, shard, name, values, device=device, copy=value), before
+            )
 
 
 def show_state(value: Any, before: Any, divided: DividedParameter, key: str, values: WholeValues) -> Any:
@@ -221,8 +264,6 @@ def share_state(optimizer: Optimizer, divided: Mapping[int, DividedParameter], v
             before.clear()
             before.update(shown)
     sort_state(optimizer)
-    states = [optimizer.state.get(member.parameter, {}) for member in owned]
-    values.find_open(filter(None, [find_partition(value) for state in states for value in state.values()]))
 
 
 def describe_state(entries: Mapping[str, Any]) -> list[SharedEntry]:

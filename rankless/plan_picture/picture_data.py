@@ -111,10 +111,12 @@ def estimate_memory(memory: JobMemory | None, tensors: Sequence[HeldTensor], gri
         sizes = held[workers[0]]
         if workers[0] == 0:
             kinds = measured | {"activations": memory.activations or 0, "buffers": memory.buffers}
+            kinds |= {"copies": memory.copies} if memory.copies else {}
         else:
             parts = zip(measured.items(), sizes, held[0], strict=True)
             kinds = {kind: size * own // first for (kind, size), own, first in parts if first}
             kinds |= {"parameters": sizes[0], "buffers": memory.buffers}
+            kinds |= {"copies": memory.copies} if memory.copies else {}
         found.append(
             WorkerMemory(
                 workers=tuple(workers),

@@ -166,6 +166,8 @@ class JobMemory(msgspec.Struct, frozen=True, kw_only=True):
     buffers: int
     gradients: int
     optimizer_state: int
+    copies: int = 0
+    """What another worker has of the states of `zero=`, and this one, too, with `--copies 1`."""
     activations: int | None = None
     """The most that values of its programs took at any time, as measured in their first calls, without the inputs and
     the gradients. None if no program has run.

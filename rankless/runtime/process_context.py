@@ -31,6 +31,7 @@ from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
+from rankless.ownership.shard_layout import choose_copied
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
@@ -101,7 +102,7 @@ class ProcessContext:
             send_record=observer,
             settings=RunSettings() if config is None else self._make_settings(config),
             events=StepEvents(self._list_participants(progress=progress, recovers=recovery is not None)),
-            started=None if recovery is None else StartedWorkers.of(mesh),
+            started=self._number_workers(mesh),
             recovery=recovery,
         )
         if recovery is not None:
@@ -110,6 +111,11 @@ class ProcessContext:
         self.logical: LogicalView | None = None
         """The logical view, if the script runs in it."""
         atexit.register(self.leave)
+
+    def _number_workers(self, mesh: Mesh) -> StartedWorkers:
+        """Return the workers with which the run begins."""
+        hosts = () if self._config is None else self._config.hosts_of_copies
+        return replace(StartedWorkers.of(mesh), hosts=hosts, copied=choose_copied(hosts))
 
     @property
     def sees_one_process(self) -> bool:

@@ -20,6 +20,7 @@ from rankless.context.events_of_all_ranks import JointEvents
 from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError
+from rankless.ownership.shard_layout import choose_copied
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.encoding import encode_msgpack
@@ -104,8 +105,8 @@ class WorkerRecovery:
         is_in_step: bool = False,
     ) -> Result:
         """Return what an operation returns. Within another one it is part of that."""
-        if self._is_inside or self.world.mesh.size == 1:  # a lone worker has nobody to lose
-            return attempt(self.world)
+        if self._is_inside or (self.world.mesh.size == 1 and self._divided is None):
+            return attempt(self.world)  # a lone worker has nobody to lose
         if not is_in_step:
             self._counted = self._joint.committed
         while True:
@@ -133,7 +134,8 @@ class WorkerRecovery:
         finished: list[Result] = []
         self._is_inside = True
         try:
-            self._require_all_workers()
+            if self.world.mesh.size > 1:
+                self._require_all_workers()
             finished.append(attempt(self.world))
             if self.world.mesh.size > 1:
                 dist.barrier(group=self.world.mesh.group)
@@ -183,7 +185,7 @@ class WorkerRecovery:
         """Form a group of the workers that are left, and agree with them on what counts."""
         before = self.world
         world, passed, counted = self._member.join_next_round(self._join)
-        if world.numbering.kinds and self._divided is None:
+        if before.numbering.has_copies and self._divided is None:
             self._divided = before
         self._world, self._passed, self._counted = world, passed, counted
         self._enter(world)
@@ -198,7 +200,8 @@ class WorkerRecovery:
         gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
         everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
-        numbering = replace(started, lost=lost, round=joined.number)
+        copied = choose_copied([started.hosts[each.worker] for each in everyone]) if started.hosts else ()
+        numbering = replace(started, lost=lost, round=joined.number, copied=copied)
         passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
         mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
         pipeline = PipelineStages(stages=world.pipeline.stages)

@@ -307,6 +307,7 @@ def _describe_memory(memory: JobMemory) -> str:
         "buffers": memory.buffers,
         "gradients": memory.gradients,
         "optimizer state": memory.optimizer_state,
+        "copies": memory.copies,
         "activations": memory.activations or 0,
     }
     parts = [f"{name} {format_decimal_bytes(size)}" for name, size in kinds.items() if size]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.hosts import Hosts, two_hosts
 from support.jobs import wait_until
-from support.killed_jobs import TRAINING, require_same_training, run_plain
+from support.killed_jobs import TRAINING, ZERO_KINDS, require_same_training, run_plain
 from support.server_jobs import summary_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
@@ -27,10 +27,10 @@ def plain(tmp_path_factory) -> dict:
     return run_plain(tmp_path_factory.mktemp("plain"), KIND)
 
 
-def start(hosts: Hosts, folder: Path, kills: str, *options: str, workers: int = 2):
+def start(hosts: Hosts, folder: Path, kills: str, *options: str, workers: int = 2, kind: str = KIND):
     """Start a run from host a whose workers or hosts are killed as `kills` says."""
     text = TRAINING.replace('os.environ.get("KILLS", "")', repr(kills))  # ssh passes no variables on
-    (folder / "script.py").write_text(f"KIND = {KIND!r}\n{text}")
+    (folder / "script.py").write_text(f"KIND = {kind!r}\n{text}")
     listed = ",".join(f"{name}:{workers}" for name in "ab")
     words = (sys.executable, "-m", "rankless", "run", "--hosts", listed, "--devices", "cpu", *options, "script.py")
     return hosts.start("a", words, cwd=folder)
@@ -54,6 +54,17 @@ def test_the_others_continue(hosts: Hosts, tmp_path: Path, plain, name: str):
     assert job.returncode == 0, out + err
     require_same_training(tmp_path, plain, least=left)
     assert summary_of(tmp_path).lost_workers == 4 - left
+
+
+@pytest.mark.parametrize("kind", ZERO_KINDS[::2])
+@pytest.mark.parametrize("name", KILLS)
+def test_the_others_have_copies_of_shards(hosts: Hosts, tmp_path: Path, kind: str, name: str):
+    kills, left = KILLS[name]
+    job = start(hosts, tmp_path, kills, "--copies", "1", kind=kind)
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, out + err
+    (tmp_path / "plain").mkdir()
+    require_same_training(tmp_path, run_plain(tmp_path / "plain", kind), least=left)
 
 
 def test_the_others_continue_if_a_host_cannot_be_reached(hosts: Hosts, tmp_path: Path, plain):

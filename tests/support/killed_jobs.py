@@ -14,7 +14,7 @@ torch.manual_seed(0)
 if KIND == "lbfgs":
     model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.05, max_iter=3)
-elif KIND == "accumulate":
+elif "accumulate" in KIND:
     model = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.GELU(), nn.Linear(12, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 else:
@@ -36,7 +36,13 @@ loader = rankless.loader(data, batch_size=16, shuffle=True, num_workers=2 if KIN
 checkpoints = rankless.checkpoints("kept", keep_last=2)
 
 
-@rankless.job(model=model, optimizer=optimizer, accumulate=2 if KIND == "accumulate" else 1)
+@rankless.job(
+    model=model,
+    optimizer=optimizer,
+    accumulate=2 if "accumulate" in KIND else 1,
+    zero=KIND.split()[1] if KIND.startswith("zero") else None,
+    clip_norm=0.5 if KIND.startswith("zero") else None,
+)
 def train(features, targets):
     return nn.functional.mse_loss(model(features), targets)
 
@@ -53,7 +59,7 @@ for epoch in range(3):
         reach(str(calls))
         losses.append(float(train(batch, wanted)))
         calls += 1
-        if KIND != "accumulate" or calls % 2 == 0:
+        if "accumulate" not in KIND or calls % 2 == 0:
             schedule.step()
         seen.append(numbers.sum().item())
     model.eval()
@@ -70,8 +76,8 @@ reach("end")
 results = {
     "losses": losses,
     "seen": seen,
-    "model": model.state_dict(),
-    "states": optimizer.state_dict()["state"] if KIND != "lbfgs" else {},
+    "model": {name: value.detach().clone() for name, value in model.state_dict().items()},
+    "states": copy.deepcopy(optimizer.state_dict()["state"]) if KIND != "lbfgs" else {},
     "size": rankless.world_size(),
 }
 torch.save(results, f"results{RANK}.new")
@@ -93,13 +99,15 @@ def train(batches):
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(rows), wanted)
         loss.backward()
+        if KIND.startswith("zero"):
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         return loss
 
-    if KIND == "accumulate":
+    if "accumulate" in KIND:
         with torch.no_grad():
             losses.extend(nn.functional.mse_loss(model(one), other).item() for one, other in batches)
     loss = optimizer.step(evaluate)
-    if KIND != "accumulate":
+    if "accumulate" not in KIND:
         losses.append(loss.item())
     schedule.step()
 
@@ -110,7 +118,7 @@ for epoch in range(3):
     for batch, wanted, numbers in loader:
         seen.append(numbers.sum().item())
         waiting.append((batch, wanted))
-        if len(waiting) == (2 if KIND == "accumulate" else 1):
+        if len(waiting) == (2 if "accumulate" in KIND else 1):
             train(waiting)
             waiting = []
     model.eval()
@@ -122,6 +130,14 @@ torch.save(results, "plain.pt")
 """
 )
 
+ZERO_KINDS = (
+    "zero optimizer",
+    "zero gradients",
+    "zero parameters",
+    "zero optimizer accumulate",
+    "zero gradients accumulate",
+    "zero parameters accumulate",
+)
 KINDS = ("norm and dropout", "accumulate", "lbfgs", "readers")
 
 
@@ -136,7 +152,8 @@ def run_plain(folder: Path, kind: str) -> dict:
 def run_killed(folder: Path, kind: str, kills: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Train with 3 workers, of which some are killed; `kills` as in `lost_workers.run_killed`."""
     (folder / "script.py").write_text(f"KIND = {kind!r}\n{TRAINING}")
-    command = ("run", "-n", "3", "--devices", "cpu", *options, "script.py")
+    copies = ("--copies", "1") if kind in ZERO_KINDS else ()
+    command = ("run", "-n", "3", "--devices", "cpu", *copies, *options, "script.py")
     return rankless(*command, folder=folder, KILLS=kills)
 
 

@@ -8,7 +8,7 @@ from support.warm_process import WarmProcess
 from support.warm_runs import rankless
 
 KILLS_OF_WORKERS = """
-import os, signal, subprocess, time
+import copy, os, signal, subprocess, time
 import psutil, torch
 from torch import nn
 import rankless

@@ -103,13 +103,17 @@ class OutputTargets:
             if described.kind != "gradient" and target is not None
         ]
 
+    def list_gradients(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters that get gradients, and the gradients."""
+        return self._parameters.read(), [outputs[place] for place in self._gradients]
+
     def apply(self, outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Set gradients of parameters, and new values of tensors.
 
         Returns:
             The job's results, and the tensors that have new values.
         """
-        self._owner.take_gradients(self._parameters.read(), [outputs[place] for place in self._gradients])
+        self._owner.take_gradients(*self.list_gradients(outputs))
         changed = []
         for place, target, renews_memory in self._updates:
             (tensor,) = target.read()

@@ -119,11 +119,13 @@ class ConsistentView:
         if self._job.trains:
             self._world.mesh.check_sync_point_again()  # the other hosts have arrived, and no step is made yet
         self.joint.end_program(ran.bound, call)
-        return functools.partial(self._apply, ran, arguments)
+        take_copies = self._world.owner.copy_gradients(*ran.bound.targets.list_gradients(ran.outputs))
+        return functools.partial(self._apply, ran, arguments, take_copies)
 
-    def _apply(self, ran: ProgramRun, arguments: FlattenedArguments) -> CallResult:
+    def _apply(self, ran: ProgramRun, arguments: FlattenedArguments, take_copies: Callable[[], None]) -> CallResult:
         """Set what a program has computed, and return the call's result."""
         self.joint.count_call()
+        take_copies()
         bound, outputs = ran.bound, ran.outputs
         states = bound.sources.states.read()
         sizes = bound.sizes(arguments)

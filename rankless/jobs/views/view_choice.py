@@ -176,19 +176,18 @@ class WorldView:
         found = None
         if is_inside and isinstance(self.view, LogicalJobView):
             found = "one that is no program: each worker had a part of the call"
-        if job.step_options.zero is not None:
-            found = f"zero={job.step_options.zero!r}: it had a part of the states"
+        fix, zero = "start the run again from a checkpoint", job.step_options.zero
+        if zero is not None and not world.numbering.hosts:
+            found, fix = f"zero={zero!r}: it had a part of the states", f"{fix}, with --copies 1"
         elif job.accumulates and list_extension_modules(job.modules.values()):
             found = f"accumulate={job.step_options.accumulate} and tables: it had gradients of rows of earlier calls"
-        elif job.accumulates and world.numbering.kinds:
-            found = f"accumulate={job.step_options.accumulate} beside heterogeneous workers: it had sums of gradients"
         elif job.view != "consistent":
             found = 'view="mirrored"' if job.view == "mirrored" else "capture=False"
         if found is not None:
             raise LostWorkerError(
                 expected=f"a job that can continue without a lost worker, as {job.name!r}",
                 found=found,
-                fix="start the run again from a checkpoint",
+                fix=fix,
                 where=job.line,
             )
 

@@ -29,6 +29,7 @@ def measure_job_memory(job: JobDefinition, owner: StateOwner, plan: JobPlan | No
         buffers=count_tensor_bytes(item for module in job.modules.values() for item in module.buffers()),
         gradients=count_tensor_bytes(list_gradients(job, owner, plan)),
         optimizer_state=count_tensor_bytes(owned),
+        copies=owner.measure_copies(parameters, job.optimizers),
         is_offloaded=plan is not None and any(state.offloaded for state in plan.states.values()),
     )
 

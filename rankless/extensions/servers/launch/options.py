@@ -200,11 +200,10 @@ def _read_server_endpoints(text: str) -> list[Endpoint]:
 
 def _require_no_server_options(given: GivenOptions) -> None:
     """Raise `ConfigError` if there is an option that needs servers."""
-    mode, replicas = _find_mode(given), given.get("copies", 0)
+    mode = _find_mode(given)
     needing = {
         f"--server-mode {mode}": (mode != SERVER_MODES[0], "because servers hold the parameters then"),
         "--encrypt-servers": (given.get("encrypt-servers", False), "which is about messages to servers"),
-        f"--copies {replicas}": (replicas != 0, "because only servers have copies"),
     }
     for option, (is_given, reason) in needing.items():
         if is_given:

@@ -1,0 +1,185 @@
+"""Scripts of jobs with `zero=` in several forms, whose workers are killed. On one device they are plain PyTorch's steps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from support.lost_workers import KILLS_OF_WORKERS
+from support.warm_runs import rankless
+
+BEGIN = (
+    KILLS_OF_WORKERS
+    + """
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+ZERO = os.environ["ZERO"]
+features = torch.cos(torch.outer(torch.arange(96.0), torch.arange(1.0, 7.0)))
+targets = torch.sin(torch.arange(96.0))[:, None]
+loader = rankless.loader(torch.utils.data.TensorDataset(features, targets), batch_size=16, shuffle=True)
+net = nn.Sequential(nn.Linear(6, 13), nn.LayerNorm(13), nn.GELU(), nn.Linear(13, 1))
+losses = []
+
+
+def run(train, after=lambda step: None):
+    step = 0
+    for epoch in range(2):
+        for rows, wanted in loader:
+            reach(str(step))
+            losses.append(float(train(rows, wanted)))
+            reach(f"after{step}")
+            after(step)
+            step += 1
+
+
+def finish(*models, optimizers):
+    results = {
+        "losses": losses,
+        "models": [{key: value.detach().clone() for key, value in model.state_dict().items()} for model in models],
+        "states": [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in optimizers],
+    }
+    torch.save(results, f"results{RANK}.new")
+    os.replace(f"results{RANK}.new", f"results{RANK}.pt")
+"""
+)
+JOB = """
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO)
+def train(rows, wanted):
+    return nn.functional.mse_loss(net(rows), wanted)
+"""
+FORMS = {
+    "an average of parameters": """
+average = copy.deepcopy(net)
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+JOB
+def after(step):
+    with torch.no_grad():
+        for kept, new in zip(average.parameters(), net.parameters()):
+            kept.mul_(0.9).add_(new, alpha=0.1)
+run(train, after)
+finish(net, average, optimizers=[optimizer])
+""",
+    "changed parameters and states": """
+optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO, gradient_norm=True)
+def train(rows, wanted):
+    return nn.functional.mse_loss(net(rows), wanted)
+def after(step):
+    losses.append(float(train.gradient_norm))
+    if step % 3 == 1:
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.clamp_(-0.4, 0.4)
+    if step % 4 == 2:
+        for state in optimizer.state.values():
+            state["momentum_buffer"].mul_(0.5)
+run(train, after)
+finish(net, optimizers=[optimizer])
+""",
+    "two models": """
+judge = nn.Sequential(nn.Linear(1, 9), nn.Tanh(), nn.Linear(9, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+other = torch.optim.RMSprop(judge.parameters(), lr=0.01)
+@rankless.job(model={"judge": judge, "net": net}, optimizer=other, zero=ZERO)
+def first(rows, wanted):
+    return judge(net(rows)).square().mean() - judge(wanted).tanh().mean()
+@rankless.job(model={"judge": judge, "net": net}, optimizer=optimizer, zero=ZERO)
+def second(rows):
+    return -judge(net(rows)).tanh().mean()
+def both(rows, wanted):
+    found = float(first(rows, wanted))
+    reach(f"between{len(losses)}")
+    return found + float(second(rows))
+run(both)
+finish(net, judge, optimizers=[optimizer, other])
+""",
+    "steps that the script ends": """
+optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO, accumulate=4)
+def train(rows, wanted):
+    return nn.functional.mse_loss(net(rows), wanted)
+def after(step):
+    if step == 5:
+        train.flush()
+    if step == 7:
+        losses.append(float(net[0].weight.sum()))
+run(train, after)
+train.flush()
+finish(net, optimizers=[optimizer])
+""",
+    "loaded states": """
+optimizer = torch.optim.NAdam(net.parameters(), lr=0.01)
+JOB
+def after(step):
+    if step == 4:
+        rankless.save("kept", model=net, optimizer=optimizer)
+    if step == 8:
+        rankless.load("kept", model=net, optimizer=optimizer)
+    if step == 9:
+        net.load_state_dict({key: value * 0.9 for key, value in net.state_dict().items()})
+    if step == 10:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+run(train, after)
+finish(net, optimizers=[optimizer])
+""",
+    "Muon": """
+optimizer = torch.optim.Muon([each for each in net.parameters() if each.dim() == 2], lr=0.01)
+other = torch.optim.AdamW([each for each in net.parameters() if each.dim() != 2], lr=0.01)
+@rankless.job(model=net, optimizer=[optimizer, other], zero=ZERO)
+def train(rows, wanted):
+    return nn.functional.mse_loss(net(rows), wanted)
+run(train)
+finish(net, optimizers=[optimizer, other])
+""",
+    "Adafactor": """
+optimizer = torch.optim.Adafactor(net.parameters(), lr=0.01)
+JOB
+run(train)
+finish(net, optimizers=[optimizer])
+""",
+    "deferred and offloaded": """
+with rankless.deferred():
+    net = nn.Sequential(nn.Linear(6, 13), nn.LayerNorm(13), nn.GELU(), nn.Linear(13, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO, offload=True)
+def train(rows, wanted):
+    return nn.functional.mse_loss(net(rows), wanted)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=12)
+run(train, lambda step: schedule.step())
+finish(net, optimizers=[optimizer])
+""",
+    "frozen for a while": """
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO, accumulate=3)
+def train(rows, wanted):
+    return nn.functional.mse_loss(net(rows), wanted)
+def after(step):
+    if step in (2, 8):
+        for parameter in net[0].parameters():
+            parameter.requires_grad_(step == 8)
+run(train, after)
+finish(net, optimizers=[optimizer])
+""",
+}
+LEVELS = ("optimizer", "gradients", "parameters")
+
+
+def write_script(folder: Path, form: str) -> None:
+    (folder / "script.py").write_text(BEGIN + FORMS[form].replace("JOB\n", JOB))
+
+
+def run_alone(folder: Path, form: str, level: str) -> dict:
+    """Return what the script trains in a plain process, in which its jobs are plain PyTorch."""
+    write_script(folder, form)
+    variables = {**os.environ, "ZERO": level, "KILLS": "", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "script.py"], cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "results0.pt")
+
+
+def run_killed(folder: Path, form: str, level: str, workers: int, kills: str) -> subprocess.CompletedProcess[str]:
+    """Train with some workers, of which some are killed; `kills` as in `lost_workers.run_killed`."""
+    write_script(folder, form)
+    command = ("run", "-n", str(workers), "--devices", "cpu", "--copies", "1", "script.py")
+    return rankless(*command, folder=folder, KILLS=kills, ZERO=level)
