@@ -210,25 +210,27 @@ def reduce_to(tensor: Tensor, *, among: WorkerGroup, target: int) -> Tensor:
     return received.view(among.size, *tensor.shape).sum(0, dtype=tensor.dtype)
 
 
-def send_along(tensor: Tensor, size: int, sources: Sequence[int], *, among: WorkerGroup) -> Tensor:
-    """Return the flat tensor of another rank, while a further one gets this rank's. Each rank sends its own once.
+def send_along(
+    tensor: Tensor, targets: Sequence[int], sizes: Sequence[int], *, among: WorkerGroup
+) -> dict[int, Tensor]:
+    """Return the flat tensors of the ranks that send theirs to this one, by rank. Each rank sends its own once.
 
     Args:
         tensor: This rank's tensor, with one dim.
-        size: The number of elements that this rank gets.
-        sources: For each rank the one whose tensor it gets.
+        targets: For each rank the one that gets its tensor.
+        sizes: The number of elements of each rank's tensor.
         among: The ranks.
     """
-    received = tensor.new_empty(size)
-    target = sources.index(among.rank)
+    sizes = [size if target == among.rank else 0 for target, size in zip(targets, sizes, strict=True)]
+    received = tensor.new_empty(sum(sizes))
     dist.all_to_all_single(
         received,
         tensor,
-        output_split_sizes=[size if rank == sources[among.rank] else 0 for rank in range(among.size)],
-        input_split_sizes=[tensor.numel() if rank == target else 0 for rank in range(among.size)],
+        output_split_sizes=sizes,
+        input_split_sizes=[tensor.numel() if rank == targets[among.rank] else 0 for rank in range(among.size)],
         group=among.group,
     )
-    return received
+    return {rank: part for rank, part in enumerate(received.split(sizes)) if targets[rank] == among.rank}
 
 
 def scatter_from(

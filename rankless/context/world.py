@@ -123,13 +123,13 @@ class StartedWorkers:
     """The workers of each kind, lost ones included, where some are heterogeneous."""
     hosts: tuple[int, ...] = ()
     """The host of each, lost ones included, if workers keep copies of others' shards."""
-    copied: tuple[int, ...] = ()
-    """For each worker that is left, by its rank now, the one whose shards it has copies of; see `choose_copied`."""
+    copy_holders: tuple[int, ...] = ()
+    """For each worker that is left, by its rank now, the one with copies of its shards; none without copies."""
 
     @property
     def has_copies(self) -> bool:
         """Whether what only some workers have of states is on others, too, so that one of them may be lost."""
-        return bool(self.kinds or self.copied)
+        return bool(self.kinds or self.copy_holders)
 
     @staticmethod
     def of(workers: Mesh) -> "StartedWorkers":
@@ -307,7 +307,7 @@ class World:
                 shares_values=is_data,
                 within=owner,
                 run=self.run_on_states,
-                copied=self.numbering.copied if is_data else (),
+                copy_holders=self.numbering.copy_holders if is_data else (),
             )
         return owner
 

@@ -122,15 +122,13 @@ class OptimizerStepper:
 
     def make_sum_whole(self, member: DividedParameter, whole: Tensor) -> None:
         """Let a parameter hold its whole accumulated gradient, because a worker was lost."""
-        for shard in (member.shard, member.copy):
-            if shard is not None:
-                self._accumulator.take(shard)
+        for shard in (member.shard, *member.copies.values()):
+            self._accumulator.take(shard)
         self._accumulator.put(member.parameter, whole)
 
     def _list_copies(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the copies of shards that have gradients of their own."""
-        copies = map(self._owner.find_copy, parameters)
-        return [each for each in copies if each is not None]
+        return [copy for parameter in parameters for copy in self._owner.get_copies(parameter).values()]
 
     def _follow_division(self, holders: Sequence[Tensor]) -> None:
         """Move accumulated gradients to what holds them now.
@@ -142,9 +140,8 @@ class OptimizerStepper:
                 whole = self._accumulator.take(before) if before is not holder else None
                 if whole is not None:
                     self._accumulator.put(holder, self._owner.divide_gradient(parameter, whole))
-                    copy = self._owner.find_copy(parameter)
-                    if copy is not None:
-                        self._accumulator.put(copy, self._owner.copy_gradient(parameter, whole))
+                    for worker, copy in self._owner.get_copies(parameter).items():
+                        self._accumulator.put(copy, self._owner.copy_gradient(parameter, whole, worker))
         self._holders = {id(item): holder for item, holder in zip(self._parameters, holders, strict=True)}
 
     def on_pass_end(self, ended: AccumulationPass) -> None:

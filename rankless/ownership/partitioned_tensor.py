@@ -52,7 +52,7 @@ class WholeValues:
         group: The workers that hold the shards.
         require_all: Called with what is about to be gathered. Raises if not all workers will take part.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
-        copied: For each worker the one whose shards it has copies of; none without copies. See Note [copies of shards].
+        copy_holders: For each worker the one with copies of its shards; none without. See Note [copies of shards].
     """
 
     def __init__(
@@ -60,9 +60,11 @@ class WholeValues:
         group: WorkerGroup,
         require_all: Callable[[str], None],
         run: RunTogether = run_directly,
-        copied: Sequence[int] = (),
+        copy_holders: Sequence[int] = (),
     ) -> None:
-        self.group, self.copied = group, copied
+        self.group, self.copy_holders = group, copy_holders
+        self.copied_workers = [worker for worker, holder in enumerate(copy_holders) if holder == group.rank]
+        """Those of whose shards this worker has copies."""
         self._require_all, self._run = require_all, run
         self._process_id = os.getpid()
         self._open: list[Partition] = []
@@ -137,8 +139,8 @@ class WholeValues:
             for partition in self._open:
                 assert partition.whole is not None
                 copy_whole(partition.shard, partition.layout.get_shard(partition.whole, self.group.rank))
-                if partition.copy is not None:
-                    partition.copy.copy_(partition.get_copy_of(partition.whole))
+                for worker, copy in partition.copies.items():
+                    copy.copy_(partition.layout.get_shard(partition.whole, worker))
         # Workers may free memory at different times. They must agree on what they will gather.
         is_used = torch.tensor(
             [has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8, device="cpu"
@@ -174,7 +176,7 @@ class Partition:
         shard: This worker's shard.
         name: What errors call the tensor.
         device: Where the whole value lies. The shard may lie on the host.
-        copy: The shard of another worker, if this one has a copy of it; see Note [copies of shards].
+        copies: The shards of other workers of which this one has copies, by worker; see Note [copies of shards].
         whole: The whole value, while the script uses it.
         values: Gathers it.
     """
@@ -187,11 +189,11 @@ class Partition:
         values: WholeValues,
         *,
         device: torch.device,
-        copy: Tensor | None = None,
+        copies: Mapping[int, Tensor] | None = None,
     ) -> None:
         self.layout = layout
         self.shard = shard
-        self.copy = copy
+        self.copies = dict(copies or {})
         self.name = name
         self.device = device
         self.whole: Tensor | None = None
@@ -219,9 +221,8 @@ class Partition:
         with torch.no_grad():
             if within is None:
                 self.shard.copy_(own.read())
-            if self.copy is not None:
-                ranges = self.layout.list_ranges(self.values.copied[self.group.rank])
-                self.copy.copy_(value.select(self.layout.placement.dim, ranges).read())
+            for worker, copy in self.copies.items():
+                copy.copy_(value.select(self.layout.placement.dim, self.layout.list_ranges(worker)).read())
             if self.whole is not None:
                 self.whole.copy_(value.read())
 
@@ -242,10 +243,6 @@ class Partition:
             return self.shard.detach() if within is None else within.get_current_shard()
         own = self.layout.get_shard(self.whole, self.values.group.rank)
         return own if within is None else within.get_shard(own)
-
-    def get_copy_of(self, whole: Tensor) -> Tensor:
-        """Return of a whole value what this worker has a copy of."""
-        return self.layout.get_shard(whole, self.values.copied[self.group.rank])
 
     def get_shard(self, whole: Tensor) -> Tensor:
         """Return of a whole value what this worker holds."""

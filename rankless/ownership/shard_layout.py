@@ -6,8 +6,8 @@ are as long as the longest, because backends take equal chunks only.
 
 Note [copies of shards]: where a worker may be lost that has rows of a tensor, another worker has the same rows. It gets
 the same gradients and makes the same steps, so that it can take its place, and nothing is sent after a step. All that
-counts each shard once, such as a norm or a file, leaves copies out. Along the axis `data`, `WholeValues.copied` has for
-each worker the one whose shards it has, too. Beside heterogeneous workers, a layout names the workers with copies.
+counts each shard once, such as a norm or a file, leaves copies out. Along the axis `data`, `WholeValues.copy_holders`
+has for each worker the one with copies of its shards. Beside heterogeneous workers, a layout names those with copies.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -222,52 +222,55 @@ def gather_shards(layouts: Sequence[ShardLayout], shards: Sequence[Tensor], *, a
     return wholes
 
 
-def choose_copied(hosts: Sequence[int]) -> tuple[int, ...]:
-    """Return for each worker the one whose shards it has copies of, on another host if there is one.
+def choose_copy_holders(hosts: Sequence[int]) -> tuple[int, ...]:
+    """Return for each worker the one that has copies of its shards, on another host if there is one.
 
     Args:
         hosts: The host of each worker, by its rank.
 
     Example:
-        >>> choose_copied([0, 0, 1, 1])
-        (3, 2, 0, 1)
-        >>> choose_copied([0])
+        >>> choose_copy_holders([0, 0, 1, 1])
+        (2, 3, 0, 1)
+        >>> choose_copy_holders([0, 0, 0])
+        (1, 2, 0)
+        >>> choose_copy_holders([0])
         ()
     """
-    if len(hosts) < 2:
-        return ()
-    places = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
-    ring = sorted(range(len(hosts)), key=lambda rank: (places[rank], hosts[rank]))
-    before = dict(zip(ring, (ring[-1], *ring[:-1]), strict=True))
-    return tuple(before[rank] for rank in range(len(hosts)))
+    chosen: list[int] = []
+    for worker, host in enumerate(hosts if len(hosts) > 1 else ()):
+        others = [other for other in range(len(hosts)) if other != worker]
+        elsewhere = [other for other in others if hosts[other] != host]
+        # The next one of those with the fewest copies.
+        chosen.append(min(elsewhere or others, key=lambda each: (chosen.count(each), (each - worker) % len(hosts))))
+    return tuple(chosen)
 
 
 def send_to_copies(
-    layouts: Sequence[ShardLayout], shards: Sequence[Tensor], copied: Sequence[int], among: WorkerGroup
-) -> list[Tensor]:
-    """Return the shards of the worker of which this one has copies. Collective if there are any.
+    layouts: Sequence[ShardLayout], shards: Sequence[Tensor], copy_holders: Sequence[int], among: WorkerGroup
+) -> list[dict[int, Tensor]]:
+    """Return for each tensor the shards of the workers of whose this one has copies. Collective if there are any.
 
     Args:
         layouts: How each tensor is divided.
         shards: This worker's shard of each.
-        copied: For each worker the one whose shards it has copies of.
+        copy_holders: For each worker the one with copies of its shards.
         among: The workers.
     """
-    received = []
+    received: list[dict[int, Tensor]] = []
     for members in group_in_order(
         zip(layouts, shards, strict=True),
         kind=lambda item: (item[1].dtype, item[1].device),
-        size=lambda item: item[1].numel() * item[1].element_size(),
+        size=lambda item: prod(item[0].shape) * item[1].element_size(),
         limit=lambda _item, _groups: GATHER_BYTES,
     ):
+        found: list[dict[int, Tensor]] = [{} for _ in members]
+        counts = [sum(layout.shard_size(worker) for layout, _ in members) for worker in range(among.size)]
         sent = torch.cat([layout.flatten(shard) for layout, shard in members])
-        source = copied[among.rank]
-        sizes = [layout.shard_size(source) for layout, _ in members]
-        flat = send_along(sent, sum(sizes), copied, among=among)
-        received += [
-            layout.view_flat(part, layout.shard_shape(source))
-            for (layout, _), part in zip(members, flat.split(sizes), strict=True)
-        ]
+        for worker, flat in send_along(sent, copy_holders, counts, among=among).items():
+            parts = flat.split([layout.shard_size(worker) for layout, _ in members])
+            for shown, (layout, _), part in zip(found, members, parts, strict=True):
+                shown[worker] = layout.view_flat(part, layout.shard_shape(worker))
+        received += found
     return received
 
 

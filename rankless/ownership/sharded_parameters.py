@@ -3,8 +3,8 @@
 If every worker holds the value whole, the workers gather the shards after each has stepped on its own.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -33,8 +33,7 @@ class DividedParameter:
         divides_gradient: Whether it holds only its shard of the gradient.
         is_offloaded: Whether the shard lies in the memory of the host; see Note [offloaded shards].
         shared: Where its value lies, if workers hold the shards of it in one memory.
-        copy: The shard of another worker, on which this one steps, too; see Note [copies of shards].
-        copied: That worker.
+        copies: The shards of other workers on which this one steps, too, by worker; see Note [copies of shards].
     """
 
     parameter: nn.Parameter
@@ -45,8 +44,7 @@ class DividedParameter:
     divides_gradient: bool
     is_offloaded: bool
     shared: SharedValue | None = None
-    copy: nn.Parameter | None = None
-    copied: int = 0
+    copies: Mapping[int, nn.Parameter] = field(default_factory=dict)
 
     @property
     def holder(self) -> nn.Parameter:
@@ -56,11 +54,11 @@ class DividedParameter:
     def list_stepped(self, rank: int) -> list[tuple[nn.Parameter, int]]:
         """Return the shards on which a worker's optimizer steps, each with the worker to which it belongs."""
         own = [(self.shard, rank)] if self.has_rows(rank) else []
-        return own if self.copy is None else [*own, (self.copy, self.copied)]
+        return [*own, *((copy, worker) for worker, copy in self.copies.items())]
 
     def get_shard_of(self, worker: int) -> nn.Parameter:
-        """Return the shard of a worker, which is this one or that of which it has a copy."""
-        return self.copy if self.copy is not None and worker == self.copied else self.shard
+        """Return the shard of a worker, which is this one or one of whose it has a copy."""
+        return self.copies.get(worker, self.shard)
 
     def begin_step(self, rank: int) -> None:
         """Give the shards the values and the gradients that this worker's optimizer needs."""
@@ -153,17 +151,16 @@ def make_divided_parameter(
     """
     whole, rank = parameter.detach(), values.group.rank
     own = layout.copy_shard(whole, rank) if shared is None else shared.shard.copy_(layout.get_shard(whole, rank))
-    placed = copy_to_host([own])[0] if state.offloaded else own
-    shard = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-    copied = values.copied[rank] if values.copied else rank
-    copy = None
-    if values.copied and layout.placement.lengths[copied]:
-        placed = layout.copy_shard(whole, copied)
-        copy = nn.Parameter(
-            copy_to_host([placed])[0] if state.offloaded else placed, requires_grad=parameter.requires_grad
-        )
+
+    def make_shard(value: Tensor) -> nn.Parameter:
+        placed = copy_to_host([value])[0] if state.offloaded else value
+        return nn.Parameter(placed, requires_grad=parameter.requires_grad)
+
+    shard = make_shard(own)
+    copied = [worker for worker in values.copied_workers if layout.placement.lengths[worker]]
+    copies = {worker: make_shard(layout.copy_shard(whole, worker)) for worker in copied}
     if state.value:
-        partition = Partition(layout, shard, name, values, device=whole.device, copy=copy)
+        partition = Partition(layout, shard, name, values, device=whole.device, copies=copies)
         divide_parameter(parameter, partition)
         values.keep(partition, whole)
     return DividedParameter(
@@ -175,8 +172,7 @@ def make_divided_parameter(
         divides_gradient=bool(state.gradient),
         is_offloaded=state.offloaded,
         shared=shared,
-        copy=copy,
-        copied=copied,
+        copies=copies,
     )
 
 

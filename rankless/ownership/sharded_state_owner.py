@@ -61,7 +61,7 @@ class ShardedStateOwner(StateOwner):
         shares_values: Whether workers of one host may hold divided values in one memory.
         within: Holds the shards, and what this owner does not divide. Default: every worker holds all of it.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
-        copied: For each worker the one whose shards it has copies of; none without copies. See Note [copies of shards].
+        copy_holders: For each worker the one with copies of its shards; none without. See Note [copies of shards].
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class ShardedStateOwner(StateOwner):
         shares_values: bool = True,
         within: StateOwner | None = None,
         run: RunTogether = run_directly,
-        copied: Sequence[int] = (),
+        copy_holders: Sequence[int] = (),
     ) -> None:
         self._axis = axis
         self._within = StateOwner() if within is None else within
         self._run = run
-        self._values = WholeValues(axis, require_all, run, copied)
+        self._values = WholeValues(axis, require_all, run, copy_holders)
         self._shared = SharedMemoryShards(axis)
         self._shares_values = shares_values
         self._own_version = 0
@@ -240,40 +240,45 @@ class ShardedStateOwner(StateOwner):
         pairs = [
             (item, gradient)
             for item, gradient in zip(known, gradients, strict=True)
-            if item is not None and item.divides_gradient and self._values.copied
+            if item is not None and item.divides_gradient and self._values.copy_holders
         ]
         received = send_to_copies(
-            [item.layout for item, _ in pairs], [gradient for _, gradient in pairs], self._values.copied, self._axis
+            [item.layout for item, _ in pairs],
+            [gradient for _, gradient in pairs],
+            self._values.copy_holders,
+            self._axis,
         )
 
         def finish() -> None:
             for item in self._divided.values():
-                if item.copy is not None:
-                    item.copy.grad = None
-            for (item, _), gradient in zip(pairs, received, strict=True):
-                if item.copy is not None:
-                    item.copy.grad = item.place(gradient)
+                for copy in item.copies.values():
+                    copy.grad = None
+            for (item, _), copied in zip(pairs, received, strict=True):
+                for worker, copy in item.copies.items():
+                    copy.grad = item.place(copied[worker])
 
         return finish
 
-    def find_copy(self, parameter: Tensor) -> Tensor | None:
-        """Return the copy of another worker's shard of a parameter that has a gradient of its own; None if none has."""
+    def get_copies(self, parameter: Tensor) -> dict[int, Tensor]:
+        """Return the copies of other workers' shards of a parameter that have gradients of their own, by worker."""
         known = self._divided.get(id(parameter))
-        return known.copy if known is not None and known.divides_gradient else None
+        return dict(known.copies) if known is not None and known.divides_gradient else {}
 
-    def copy_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return what the copy of another worker's shard of a parameter has of a whole gradient."""
+    def copy_gradient(self, parameter: Tensor, whole: Tensor, worker: int) -> Tensor:
+        """Return what the copy of a worker's shard of a parameter has of a whole gradient."""
         known = self._divided[id(parameter)]
-        return known.place(known.layout.copy_shard(whole, known.copied))
+        return known.place(known.layout.copy_shard(whole, worker))
 
     def measure_copies(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:
         """Return the bytes of this worker's copies of other workers' shards, with their gradients and states."""
         known = [self._divided[id(item)] for item in parameters if id(item) in self._divided]
-        counts = [(item.copy, (not item.shares_memory) + item.divides_gradient) for item in known]
-        states = [each.copy for optimizer in optimizers for each in list_state_partitions(optimizer, known)]
-        return sum(
-            copy.nbytes * count for copy, count in [*counts, *((each, 1) for each in states)] if copy is not None
-        )
+        values = [
+            copy.nbytes * ((not item.shares_memory) + item.divides_gradient)
+            for item in known
+            for copy in item.copies.values()
+        ]
+        states = [each for optimizer in optimizers for each in list_state_partitions(optimizer, known)]
+        return sum(values) + sum(copy.nbytes for each in states for copy in each.copies.values())
 
     def note_sums(self, sums: GradientSums) -> None:
         """Note what accumulates gradients, which are made whole after a worker was lost."""
@@ -318,8 +323,8 @@ class ShardedStateOwner(StateOwner):
             self._shared.begin_write()
         self._values.are_shards_newer = True
         self._within.set_value(known.shard, known.layout.get_shard(whole, self._axis.rank))
-        if known.copy is not None:
-            self._within.set_value(known.copy, known.layout.get_shard(whole, known.copied))
+        for worker, copy in known.copies.items():
+            self._within.set_value(copy, known.layout.get_shard(whole, worker))
 
     def find_value_placements(self, tensor: Tensor) -> dict[str, Shard | BlockedShard]:
         """Return how the value of a parameter or buffer is divided, by axis; nothing for a whole one."""
@@ -367,10 +372,10 @@ class ShardedStateOwner(StateOwner):
         shard = self._within.take_state(known.shard, key, UnreadTensor(own))
         if isinstance(shard, UnreadTensor):
             shard = read_shard(stored, layout, self._axis.rank, known.shard.device)
-        copy = None if known.copy is None else read_shard(stored, layout, known.copied, known.shard.device)
+        copies = {worker: read_shard(stored, layout, worker, known.shard.device) for worker in known.copies}
         name = f"{key} of {known.name}"
         return make_partitioned_tensor(
-            Partition(layout, shard, name, self._values, device=known.parameter.device, copy=copy)
+            Partition(layout, shard, name, self._values, device=known.parameter.device, copies=copies)
         )
 
     def find_axes(self, holder: Tensor) -> tuple[WorkerGroup, ...]:
@@ -443,7 +448,7 @@ class ShardedStateOwner(StateOwner):
         known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         if any(item.shared is not None for item in known):
             # With copies, the operation before has ended with a barrier, and programs read in operations only.
-            self._shared.begin_write(waits=not self._values.copied)
+            self._shared.begin_write(waits=not self._values.copy_holders)
         with on_shards(optimizer, self._divided, self._values):
             self._within.step(optimizer)
         if known:
@@ -452,7 +457,7 @@ class ShardedStateOwner(StateOwner):
             self._is_gathering = True
         if any(item.is_owned for item in known):
             self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
-        if self._values.copied or any(item.is_owned for item in known):  # entries that were whole after a loss
+        if self._values.copy_holders or any(item.is_owned for item in known):  # entries that were whole after a loss
             self._values.find_open(list_state_partitions(optimizer, known))
         if self._is_gathering:
             self._run(lambda: self._gather(known), is_in_step=True)

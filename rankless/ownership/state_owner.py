@@ -92,12 +92,12 @@ class StateOwner:
         """
         return lambda: None
 
-    def find_copy(self, parameter: Tensor) -> Tensor | None:  # noqa: ARG002
-        """Return the copy of another worker's shard of a parameter that has a gradient of its own; None if none has."""
-        return None
+    def get_copies(self, parameter: Tensor) -> dict[int, Tensor]:  # noqa: ARG002
+        """Return the copies of other workers' shards of a parameter that have gradients of their own, by worker."""
+        return {}
 
-    def copy_gradient(self, parameter: Tensor, whole: Tensor) -> Tensor:
-        """Return what the copy of another worker's shard of a parameter has of a whole gradient."""
+    def copy_gradient(self, parameter: Tensor, whole: Tensor, worker: int) -> Tensor:
+        """Return what the copy of a worker's shard of a parameter has of a whole gradient."""
         raise NotImplementedError
 
     def measure_copies(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:  # noqa: ARG002

@@ -69,7 +69,7 @@ class DividedStates:
         *,
         is_gathering: bool,
     ) -> None:
-        self._rank, self._copied = values.group.rank, values.copied
+        self._rank, self._copy_holders = values.group.rank, values.copy_holders
         self._members, self._optimizers, self._sums = members, optimizers, sums
         self._are_shards_newer, self._is_gathering = values.are_shards_newer, is_gathering
         self._pieces: list[Piece] = []
@@ -95,7 +95,7 @@ class DividedStates:
         self._are_shards_newer = any(report.are_shards_newer for report in reports)
         self._is_gathering = any(report.is_gathering for report in reports)
         sources = {
-            id(member.parameter): find_sources(member, self._copied, reports) for member in self._members[:known]
+            id(member.parameter): find_sources(member, self._copy_holders, reports) for member in self._members[:known]
         }
         restored = [self._collect_parameter(number, sources, reports) for number in range(len(self._members))]
         states = [
@@ -210,10 +210,7 @@ class DividedStates:
     def _take(self, partition: Partition, worker: int) -> Tensor:
         """Return a worker's shard, this one's or a copy, with what the script has changed in the whole value."""
         if self._are_shards_newer or partition.whole is None:
-            is_copy = partition.copy is not None and worker == self._copied[self._rank]
-            shard = partition.copy if is_copy else partition.shard
-            assert shard is not None
-            return shard.detach()
+            return partition.copies.get(worker, partition.shard).detach()
         return partition.layout.get_shard(partition.whole, worker)
 
     def _gather(self, sources: "Sources", layout: ShardLayout, like: Tensor, take: Callable[[int], Tensor]) -> Tensor:
@@ -309,12 +306,12 @@ def make_plain(tensor: Any, value: Tensor) -> None:
     tensor.data = value
 
 
-def find_sources(member: DividedParameter, copied: Sequence[int], reports: Sequence[_Report]) -> Sources:
+def find_sources(member: DividedParameter, copy_holders: Sequence[int], reports: Sequence[_Report]) -> Sources:
     """Return the workers that have the rows of a parameter now. Raises LostWorkerError if some rows are lost.
 
     Args:
         member: The parameter.
-        copied: For each worker the one whose shards it has copies of.
+        copy_holders: For each worker the one with copies of its shards.
         reports: What the workers that are left have, by rank.
     """
     ranks = {report.worker: rank for rank, report in enumerate(reports)}
@@ -322,7 +319,7 @@ def find_sources(member: DividedParameter, copied: Sequence[int], reports: Seque
     for worker, length in enumerate(layout.placement.lengths):
         if not length:
             continue
-        holders = [worker, *layout.copies, *(each for each, original in enumerate(copied) if original == worker)]
+        holders = [worker, *layout.copies, *copy_holders[worker : worker + 1]]
         source = next((ranks[each] for each in holders if each in ranks), None)
         if source is None:
             raise LostWorkerError(

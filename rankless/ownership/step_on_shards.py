@@ -99,7 +99,7 @@ def on_shards(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
         else:
             for shard, holder in known.list_stepped(rank):
                 local[shard] = {
-                    key: take_state(value, known, key, holder, is_copy=shard is known.copy)
+                    key: take_state(value, known, key, holder, is_copy=shard is not known.shard)
                     for key, value in entries.items()
                 }
     for member in members:
@@ -115,7 +115,7 @@ def on_shards(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
         stepped = {id(member.shard): member for member in members}
-        copied = {id(member.copy): member for member in members if member.copy is not None}
+        copied = {id(copy): (member, worker) for member in members for worker, copy in member.copies.items()}
         # Workers without rows of a parameter get its state from the one that has them: see `share_state`.
         elsewhere = [member.parameter for member in members if not member.has_rows(rank)]
         shown: dict[Any, Any] = {parameter: state[parameter] for parameter in elsewhere if parameter in state}
@@ -127,8 +127,8 @@ def on_shards(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
                     key: show_state(value, before.get(key), known, key, values) for key, value in entries.items()
                 }
             elif id(owner) in copied:  # after the shard of its parameter
-                member = copied[id(owner)]
-                keep_copies(shown.setdefault(member.parameter, {}), entries, member, values)
+                member, worker = copied[id(owner)]
+                keep_copies(shown.setdefault(member.parameter, {}), entries, member, worker, values)
             else:
                 shown[owner] = entries
         state.clear()
@@ -147,7 +147,7 @@ def take_state(value: Any, divided: DividedParameter, key: str, rank: int, *, is
     partition = find_partition(value)
     if partition is not None:
         layout = find_state_layout(tuple(value.shape), divided)
-        shard = partition.copy if is_copy else partition.shard
+        shard = partition.copies.get(rank) if is_copy else partition.shard
         if layout is not None and layout.placement == partition.layout.placement and shard is not None:
             return shard
         value = partition.gather()  # of another optimizer, or of a parameter that was divided otherwise
@@ -171,7 +171,7 @@ def list_state_partitions(optimizer: Optimizer, members: Iterable[DividedParamet
 
 
 def keep_copies(
-    shown: dict[str, Any], entries: Mapping[str, Any], divided: DividedParameter, values: WholeValues
+    shown: dict[str, Any], entries: Mapping[str, Any], divided: DividedParameter, worker: int, values: WholeValues
 ) -> None:
     """Keep the state of a copy of another worker's shard with that of the parameter, as the script sees it.
 
@@ -185,13 +185,13 @@ def keep_copies(
         elif not isinstance(value, Tensor) or value.dim() == 0:
             shown[key] = value
         elif known is not None:
-            known.copy = value
+            known.copies[worker] = value
         else:
             layout = divided.own(tuple(value.shape), order_dims(value.stride()))
             shard = value.new_empty(layout.shard_shape(values.group.rank))
             name, device = f"{key} of {divided.name}", divided.parameter.device
             shown[key] = make_partitioned_tensor(
-                Partition(layout, shard, name, values, device=device, copy=value), before
+                Partition(layout, shard, name, values, device=device, copies={worker: value}), before
             )
 
 

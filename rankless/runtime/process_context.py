@@ -31,7 +31,7 @@ from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
-from rankless.ownership.shard_layout import choose_copied
+from rankless.ownership.shard_layout import choose_copy_holders
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
@@ -115,7 +115,7 @@ class ProcessContext:
     def _number_workers(self, mesh: Mesh) -> StartedWorkers:
         """Return the workers with which the run begins."""
         hosts = () if self._config is None else self._config.hosts_of_copies
-        return replace(StartedWorkers.of(mesh), hosts=hosts, copied=choose_copied(hosts))
+        return replace(StartedWorkers.of(mesh), hosts=hosts, copy_holders=choose_copy_holders(hosts))
 
     @property
     def sees_one_process(self) -> bool:

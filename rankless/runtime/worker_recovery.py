@@ -20,7 +20,7 @@ from rankless.context.events_of_all_ranks import JointEvents
 from rankless.context.raised_errors import is_of_another_rank
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError
-from rankless.ownership.shard_layout import choose_copied
+from rankless.ownership.shard_layout import choose_copy_holders
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.records.encoding import encode_msgpack
@@ -200,8 +200,8 @@ class WorkerRecovery:
         gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
         everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
-        copied = choose_copied([started.hosts[each.worker] for each in everyone]) if started.hosts else ()
-        numbering = replace(started, lost=lost, round=joined.number, copied=copied)
+        hosts = [started.hosts[each.worker] for each in everyone] if started.hosts else ()
+        numbering = replace(started, lost=lost, round=joined.number, copy_holders=choose_copy_holders(hosts))
         passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
         mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
         pipeline = PipelineStages(stages=world.pipeline.stages)

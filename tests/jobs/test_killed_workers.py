@@ -105,6 +105,7 @@ STATEMENTS = {
 }
 REFUSED = """
 import os, torch, rankless
+from rankless import collectives
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -112,11 +113,12 @@ STATEMENT
 def train(inputs):
     return model(inputs).square().mean()
 
+rankless.init()
 for step in range(6):
     if step == 3 and os.environ["RANK"] == "1":
         os.kill(os.getpid(), 9)
     if NAME == "own collective":
-        rankless.all_reduce(torch.ones(3))
+        collectives.all_reduce(torch.ones(3))
     else:
         train(torch.ones(4, 3))
 """

@@ -99,7 +99,7 @@ def watch(owner, name, moment, after=None):
 watch(worker_recovery.dist, "barrier", "computed", "passed")
 watch(sharded_state_owner, "share_state", "share", "shared")
 watch(partitioned_tensor, "gather_shards", "gather")
-watch(states_of_survivors, "send_memory", "send")
+watch(states_of_survivors, "broadcast", "send")
 watch(sharded_state_owner, "make_divided_parameter", "divide")
 watch(partitioned_tensor.WholeValues, "write_back", "written")
 watch(sharded_state_owner.ShardedStateOwner, "measure_norm", "norm")

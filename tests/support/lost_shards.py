@@ -1,4 +1,4 @@
-"""Scripts of jobs with `zero=` in several forms, whose workers are killed. On one device they are plain PyTorch's steps."""
+"""Scripts of jobs with `zero=` whose workers are killed. On one device their jobs are plain PyTorch."""
 
 import os
 import subprocess
