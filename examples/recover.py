@@ -18,6 +18,7 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument(
     "--pause", type=float, default=0.1, help="seconds between two steps, in which you can kill a worker"
 )
+parser.add_argument("--zero", choices=["optimizer", "gradients", "parameters"], help="with rankless run --copies 1")
 arguments = parser.parse_args()
 
 torch.set_default_dtype(torch.float64)
@@ -28,7 +29,7 @@ model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.GELU(), nn.Dropo
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-@rankless.job(model=model, optimizer=optimizer)
+@rankless.job(model=model, optimizer=optimizer, zero=arguments.zero)
 def train(images, labels):
     return F.cross_entropy(model(images), labels)
 

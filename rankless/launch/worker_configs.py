@@ -57,6 +57,8 @@ class _Position:
     recovery_descriptor: int | None = None
     content: WorkerContent = _NO_CONTENT
     terminal: Sequence[int] = ()
+    cuda_devices: str | None = None
+    """Its CUDA_VISIBLE_DEVICES; None leaves that unchanged."""
     elastic_host: str | None = None
     """The name of its host in an elastic job."""
 
@@ -97,9 +99,9 @@ def make_worker_configs(
                 recovery_descriptor=channels[local_rank] if channels else None,
                 content=content,
                 terminal=descriptors.terminal if first + local_rank == (config.debug_rank or 0) else (),
+                cuda_devices="" if device == "cpu" and cuda_variable else cuda_variable,
             ),
             folder=folder,
-            cuda_devices="" if device == "cpu" and cuda_variable else cuda_variable,
         )
         for local_rank, (device, cuda_variable) in enumerate(visible)
     ]
@@ -154,7 +156,6 @@ def _make_launch(
     position: _Position,
     *,
     folder: str,
-    cuda_devices: str | None = None,
 ) -> WorkerLaunch:
     files = profile.log_files(folder, position.rank, position.local_rank)
     worker = WorkerConfig(
@@ -195,6 +196,6 @@ def _make_launch(
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,
     )
-    environment = {**worker_environment(worker, cuda_devices=cuda_devices), **start.launcher_variables}
-    environment |= profile.worker_environment(worker, start, elastic_host=position.elastic_host)
-    return WorkerLaunch(config=worker, environment=environment)
+    own = profile.worker_environment(worker, start, elastic_host=position.elastic_host)
+    common = worker_environment(worker, cuda_devices=position.cuda_devices)
+    return WorkerLaunch(config=worker, environment={**common, **start.launcher_variables, **own})

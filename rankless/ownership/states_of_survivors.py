@@ -72,7 +72,7 @@ class DividedStates:
         self._rank, self._copy_holders = values.group.rank, values.copy_holders
         self._members, self._optimizers, self._sums = members, optimizers, sums
         self._are_shards_newer, self._is_gathering = values.are_shards_newer, is_gathering
-        self._pieces: list[Piece] = []
+        self._pieces: list[SentShard] = []
 
     def collect(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
         """Return a function that makes the states whole on this worker. Collective.
@@ -223,7 +223,7 @@ class DividedStates:
             take: Returns the shard of a worker, which this one has.
         """
         whole = like.new_empty_strided(layout.shape, layout.strides)
-        self._pieces += [Piece(worker, source, whole, layout, take) for worker, source in sources.by_worker.items()]
+        self._pieces += [SentShard(worker, source, whole, layout, take) for worker, source in sources.by_worker.items()]
         return whole
 
     def _send_all(self, mesh: Mesh) -> None:
@@ -249,7 +249,7 @@ class DividedStates:
 
 
 @dataclass(frozen=True)
-class Piece:
+class SentShard:
     """A shard that one of the workers that are left sends to all."""
 
     worker: int

@@ -10,7 +10,7 @@ parameter, and the others' shards have no rows. After a step `share_state` shows
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -114,28 +114,43 @@ def on_shards(optimizer: Optimizer, divided: Mapping[int, DividedParameter], val
     finally:
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = params
-        stepped = {id(member.shard): member for member in members}
-        copied = {id(copy): (member, worker) for member in members for worker, copy in member.copies.items()}
-        # Workers without rows of a parameter get its state from the one that has them: see `share_state`.
-        elsewhere = [member.parameter for member in members if not member.has_rows(rank)]
-        shown: dict[Any, Any] = {parameter: state[parameter] for parameter in elsewhere if parameter in state}
-        for owner, entries in local.items():
-            known = stepped.get(id(owner))
-            if known is not None:
-                before = state.get(known.parameter, {})
-                shown[known.parameter] = {
-                    key: show_state(value, before.get(key), known, key, values) for key, value in entries.items()
-                }
-            elif id(owner) in copied:  # after the shard of its parameter
-                member, worker = copied[id(owner)]
-                keep_copies(shown.setdefault(member.parameter, {}), entries, member, worker, values)
-            else:
-                shown[owner] = entries
+        shown = show_states(local, state, members, values)
         state.clear()
         state.update(shown)
         optimizer.state = state  # type: ignore[assignment]  # the script may have a reference to it
         for member in members:
             member.end_step(rank)
+
+
+def show_states(
+    local: Mapping[Any, Any], before: Mapping[Any, Any], members: Sequence[DividedParameter], values: WholeValues
+) -> dict[Any, Any]:
+    """Return the state of an optimizer as the script sees it, after a step.
+
+    Args:
+        local: The state of shards and copies, and of parameters that are not divided.
+        before: The state that the script has seen so far.
+        members: The divided parameters of the optimizer.
+        values: Gathers whole values for the script.
+    """
+    stepped = {id(member.shard): member for member in members}
+    copied = {id(copy): (member, worker) for member in members for worker, copy in member.copies.items()}
+    # Workers without rows of a parameter get its state from the one that has them: see `share_state`.
+    elsewhere = [member.parameter for member in members if not member.has_rows(values.group.rank)]
+    shown: dict[Any, Any] = {parameter: before[parameter] for parameter in elsewhere if parameter in before}
+    for owner, entries in local.items():
+        known = stepped.get(id(owner))
+        if known is not None:
+            earlier = before.get(known.parameter, {})
+            shown[known.parameter] = {
+                key: show_state(value, earlier.get(key), known, key, values) for key, value in entries.items()
+            }
+        elif id(owner) in copied:  # after the shard of its parameter
+            member, worker = copied[id(owner)]
+            keep_copies(shown.setdefault(member.parameter, {}), entries, member, worker, values)
+        else:
+            shown[owner] = entries
+    return shown
 
 
 def take_state(value: Any, divided: DividedParameter, key: str, rank: int, *, is_copy: bool = False) -> Any:
