@@ -17,7 +17,7 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import msgspec
 
@@ -109,10 +109,10 @@ class DesyncDetector:
         if self._has_hosts:
             self._raise_difference_of_hosts(None if self._hosts is None else self._hosts.find_difference())
 
-    def have_all_reached(self, number: int) -> bool:
-        """Return whether all other ranks of this host have posted a sync point, or a later one."""
+    def have_reached(self, number: int, ranks: Container[int]) -> bool:
+        """Return whether those of some ranks that are on this host have posted a sync point, or a later one."""
         memory = self._memory
-        others = [rank for rank in self._local_ranks if rank != self._mesh.rank]
+        others = [rank for rank in self._local_ranks if rank != self._mesh.rank and rank in ranks]
         if memory is None:
             return True
         return all(NUMBER.unpack_from(memory, self._slot_offset(rank, number))[0] >= number for rank in others)

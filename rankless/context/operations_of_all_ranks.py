@@ -227,14 +227,15 @@ class Operations:
         return outcomes
 
     def _await_all(self, exchange: StoreExchange, mesh: Mesh, part: Part, *, is_patient: bool) -> bool:
-        """Return whether all ranks raise, too; False when the others have begun the operation, and wait in it."""
+        """Return whether all ranks raise, too; False when all others have begun the operation, and wait in it."""
         seconds = PATIENCE_WITH_OTHER_GROUPS_SECONDS if is_patient else PATIENCE_SECONDS
         deadline = time.monotonic() + seconds
         detector = mesh.desync_detector
         while not exchange.have_all("outcome"):
-            is_late = time.monotonic() > deadline
-            if is_late and (part == "lasting" or detector is None or detector.have_all_reached(self._begun_at + 1)):
-                return False
+            if time.monotonic() > deadline:
+                waiting = exchange.list_missing("outcome")
+                if part == "lasting" or detector is None or detector.have_reached(self._begun_at + 1, waiting):
+                    return False
             time.sleep(0.002)
         return True
 

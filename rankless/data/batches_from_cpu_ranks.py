@@ -43,10 +43,9 @@ from rankless.records.encoding import encode_msgpack
 class _SharedBatch(msgspec.Struct, frozen=True):
     """What the first worker on the CPU sends to heterogeneous workers of each batch."""
 
-    tree: bytes = b""
+    tree: bytes
     states: list[bytes] | None = None
     """The states of its generators, or None if it drew nothing."""
-    error: str = ""
 
 
 class RequestReader(Dataset[Any]):
@@ -84,7 +83,7 @@ def _yield_ahead(requests: Iterator[BatchRead], ahead: deque[BatchRead]) -> Iter
 def share_batches(reads: Iterator[BatchRead], *, world: World) -> Iterator[BatchRead]:
     """Yield batches with `ReadTensor` in place of their tensors, on all workers.
 
-    If the first worker cannot read a batch, the heterogeneous ones raise, too.
+    If one of them cannot read a batch, all raise its exception; see Note [failed operations].
 
     Args:
         reads: The batches as this worker reads them; on heterogeneous workers their requests.
@@ -94,25 +93,16 @@ def share_batches(reads: Iterator[BatchRead], *, world: World) -> Iterator[Batch
     while True:
         may_send = reads_samples and (world.recovery is not None or _is_sender(world.mesh))
         before = get_process_states() if may_send else None
-        message, failure = None, None
-        try:
-            read = next(reads, None)
-            if read is None:
-                return
+        read = next(reads, None)
+        if read is None:
+            return
+        with world.operations.prepare(world.current.mesh):
             message = None if before is None else _make_message(read, before)
-        except Exception as error:  # user code may raise anything; the heterogeneous workers raise too
-            if before is None:
-                raise
-            failure = error
-            message = _SharedBatch(error=str(getattr(error, "found", f"{type(error).__name__}: {error}")))
         received = world.run_for_all(partial(_exchange, message))
-        if failure is not None:
-            raise failure
-        assert read is not None
         if reads_samples:
             yield BatchRead(data=map_leaves(_wrap, read.data), request=read.request, probe=read.probe)
         else:
-            yield BatchRead(data=_take_message(received, world.current.mesh), request=read.request)
+            yield BatchRead(data=_take_message(received), request=read.request)
 
 
 def _is_sender(mesh: Mesh) -> bool:
@@ -125,6 +115,8 @@ def _exchange(message: _SharedBatch | None, world: World) -> _SharedBatch | None
     """Send a message, or receive it on a heterogeneous worker. Other workers return None. Collective."""
     axis = find_kinds_axis(world.mesh)
     assert axis is not None
+    # Tells workers that could not read the batch that this one waits for it.
+    world.mesh.check_sync_point("the batch that workers on the CPU read for heterogeneous ones")
     if is_heterogeneous(world.mesh):
         return msgspec.msgpack.decode(_receive_bytes(axis).numpy().tobytes(), type=_SharedBatch)
     if _is_sender(world.mesh):
@@ -167,17 +159,9 @@ def _send(message: _SharedBatch, axis: MeshAxis) -> None:
         work.wait()
 
 
-def _take_message(message: _SharedBatch | None, mesh: Mesh) -> Any:
+def _take_message(message: _SharedBatch | None) -> Any:
     """Return the data of a batch that the first worker on the CPU has read, and take over its generators' states."""
-    axis = find_kinds_axis(mesh)
     assert message is not None
-    assert axis is not None
-    if message.error:
-        raise DataError(
-            expected="the workers on the CPU to read the batch",
-            found=f"rank {axis.stage_workers[0][0]} failed: {message.error}",
-            fix="correct the error that it reports",
-        )
     take_encoded_states(message.states)
 
     def take(_: str, leaf: Any) -> Any:

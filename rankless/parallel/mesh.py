@@ -6,7 +6,7 @@ that have the same ranks along all other axes; they have a process group of thei
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,8 +45,8 @@ class SyncPointChecker(Protocol):
         """Raise `RanksDiverged` if a rank that has arrived meanwhile is at a different sync point."""
         ...
 
-    def have_all_reached(self, number: int) -> bool:
-        """Return whether all other ranks of this host have posted a sync point, or a later one."""
+    def have_reached(self, number: int, ranks: Container[int]) -> bool:
+        """Return whether those of some ranks that are on this host have posted a sync point, or a later one."""
         ...
 
     def end(self) -> None:

@@ -62,7 +62,7 @@ SHOWN_BY = {
     ),
     "`rankless status` lists": "::test_status_says_which_runs_it_leaves_out",
     "Runs of jobs on CPUs": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
-    "With `zero=` such a": "jobs/test_lost_shards.py::test_a_worker_and_the_one_with_its_copy_are_lost_together_and_the_run_says_so",
+    "With `zero=` such a": "jobs/test_lost_shards.py::test_a_worker_and_the_one_with_its_copy_are_lost_together",
     "Other runs end with": (
         "jobs/test_killed_workers.py::test_a_job_that_cannot_go_on_ends_and_the_killed_worker_is_the_cause"
     ),

@@ -205,6 +205,40 @@ for number, (x, y) in enumerate(batches):
     assert re.search("rank 1 ended its script while|IndexError: Target 55|RanksDiverged", done.stderr)
 
 
+def test_some_of_the_ranks_raise_while_one_waits_for_them(tmp_path):
+    # Each rank that raised waited until the other one had begun the operation, which both never do.
+    text = """
+import torch, rankless
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 30
+    def __getitem__(self, index):
+        if index in (12, 15):
+            raise OSError(f"sample {index} is damaged")
+        return torch.ones(3) * index
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(rows):
+    return model(rows).square().mean()
+
+steps = 0
+for epoch in range(2):
+    try:
+        for rows in rankless.loader(Data(), batch_size=6):
+            train(rows)
+            steps += 1
+    except rankless.errors.DataError as error:
+        print(str(error.found).strip(), flush=True)
+print(f"{steps} steps", flush=True)
+"""
+    done = run_script(text, "-n", "3", "--devices", "cpu", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "OSError: sample 12 is damaged (index 12)\n" * 2 + "4 steps\n"
+
+
 def test_an_exception_that_nobody_catches_is_the_root_cause(tmp_path):
     text = DATA + "targets[22] = 55\nfor batch in batches:\n    train(*batch)\n"
     done = run_script(text, "-n", "2", folder=tmp_path)

@@ -87,7 +87,7 @@ def test_two_losses_with_steps_between_them_lose_no_count_of_steps(tmp_path_fact
 
 
 @pytest.mark.exhaustive
-def test_a_worker_and_the_one_with_its_copy_are_lost_together_and_the_run_says_so(tmp_path: Path):
+def test_a_worker_and_the_one_with_its_copy_are_lost_together(tmp_path: Path):
     done = run_killed(tmp_path, "Muon", "optimizer", 3, "0:after3:0,1:after3:0")
     assert done.returncode == 137
     assert "and its optimizer state, or a copy of them" in done.stderr

@@ -74,6 +74,10 @@ class StoreExchange:
         """Return whether all ranks have published a value of a key."""
         return bool(self._store.check([self._name(key, rank) for rank in range(self.size)]))
 
+    def list_missing(self, key: str) -> list[int]:
+        """Return the ranks that have published no value of a key."""
+        return [rank for rank in range(self.size) if not self._store.check([self._name(key, rank)])]
+
     def gather(self, key: str, value: str) -> list[str]:
         """Publish a value, and return the values of all ranks. Raises as `wait_for`."""
         self.publish(key, value)
