@@ -141,7 +141,8 @@ class Loader(Generic[Batch]):
         world.run_for_all(lambda now: now.mesh.check_sync_point(where))
         world = world.current
         # Not inside the generator below: DataLoader draws its base seed when iteration begins.
-        return self._yield_batches(self._source.begin(current, world, stream_state=stream_state), current, world)
+        source = self._source  # the script may load a position while this pass is in progress
+        return self._yield_batches(source, source.begin(current, world, stream_state=stream_state), current, world)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position of the loader: which epoch, and which batch is next.
@@ -214,12 +215,14 @@ class Loader(Generic[Batch]):
         if self.options.pin_memory and not torch.accelerator.is_available():
             world.notify("pin_memory=True has no effect: there is no accelerator")
 
-    def _yield_batches(self, reads: Iterator[BatchRead], current: Pass, world: World) -> Iterator[Any]:
+    def _yield_batches(
+        self, source: BatchSource, reads: Iterator[BatchRead], current: Pass, world: World
+    ) -> Iterator[Any]:
         batches = self._count_steps_left(current)
         loader_pass = world.passes.begin(batches=batches)
         world.events.begin_pass(loader_pass, batches=batches)
         try:
-            for read, batch in self._iterate_batches(reads, current, world):
+            for read, batch in self._iterate_batches(source, reads, current, world):
                 world.events.begin_batch(loader_pass, rows=read.request.rows or 0)
                 current.count_batch(read.request.digest)
                 world.passes.start_batch(loader_pass)
@@ -236,7 +239,7 @@ class Loader(Generic[Batch]):
         world.events.end_pass(loader_pass)
 
     def _iterate_batches(
-        self, reads: Iterator[BatchRead], current: Pass, world: World
+        self, source: BatchSource, reads: Iterator[BatchRead], current: Pass, world: World
     ) -> Iterator[tuple[BatchRead, Any]]:
         """Yield each batch as the script gets it, with what was read for it."""
         device = None if self.options.device is None else torch.device(self.options.device)
@@ -244,25 +247,24 @@ class Loader(Generic[Batch]):
             device = world.mesh.device
         is_shared = find_kinds_axis(world.mesh) is not None
         copier = None if device is None else PlainCopier(device) if is_shared else make_copier(device)
-        batches: Iterator[tuple[BatchRead, Any]] = ((read, self._make_batch(read)) for read in reads)
+        batches: Iterator[tuple[BatchRead, Any]] = ((read, self._make_batch(source, read)) for read in reads)
         if copier is not None:
             batches = copy_to_device(batches, copier=copier, ahead=self.options.num_workers > 0)
         count = self._count_steps_left(current)
-        if count is None or not world.joint.reads_early(world) or not self._source.may_read_early:
+        if count is None or not world.joint.reads_early(world) or not source.may_read_early:
             return batches
 
         def read_again(read: BatchRead) -> Any:
-            batch = self._make_batch(self._source.read_again(read.request))
+            batch = self._make_batch(source, source.read_again(read.request))
             return batch if copier is None else copier.finish(copier.start(batch))
 
         if self.options.num_workers > 0:
             return look_ahead(batches, world.joint.upcoming, most=count, read_again=None)
         return look_ahead(batches, world.joint.upcoming, most=count - 1, read_again=read_again)
 
-    def _make_batch(self, read: BatchRead) -> Any:
-        """Return what was read as the script gets it."""
+    def _make_batch(self, source: BatchSource, read: BatchRead) -> Any:
+        """Return what a source has read as the script gets it."""
         assert self._monitor is not None
-        source = self._source
         return make_logical(read, mesh=source.mesh, monitor=self._monitor, read_whole=source.read_whole)
 
     def _count_steps_left(self, current: Pass) -> int | None:

@@ -183,3 +183,39 @@ def test_what_differs_by_rank_is_refused_with_its_name(tmp_path, form, fix):
     assert run.returncode == 1
     assert fix in run.stderr
     assert run.stdout.count("refused") == (4 if form == "loader" else 0), run.stdout
+
+
+def test_a_position_that_is_loaded_within_a_pass_counts_from_the_next_one_on(tmp_path):
+    text = """
+import torch, rankless
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(rows):
+    return model(rows).square().mean()
+
+rows = torch.arange(120.0).reshape(40, 3) / 100
+loader = rankless.loader(torch.utils.data.TensorDataset(rows), batch_size=4, shuffle=True, seed=1)
+calls = 0
+for epoch in range(2):
+    for (batch,) in loader:
+        loss = float(train(batch))
+        calls += 1
+        if calls == 3:
+            rankless.save("kept", model=model, optimizer=optimizer, loader=loader)
+        if calls == 6:
+            rankless.load("kept", model=model, optimizer=optimizer, loader=loader)
+        print(f"{calls}: {loss:.9f}")
+"""
+    outputs = []
+    for workers in ("1", "3"):
+        folder = tmp_path / workers
+        folder.mkdir()
+        done = run_script(text, "-n", workers, "--devices", "cpu", folder=folder)
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("\n") == 10 + 7  # the next pass has what the loaded one had left
