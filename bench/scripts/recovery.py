@@ -1,10 +1,12 @@
 """A training of a GPT of 10 million parameters whose worker 1 is killed before a step, with Rankless or with DDP.
 
-The script writes to `seconds` how long the first step took that had not been made before, from the kill. With DDP a
+The script writes to `seconds` how long the first step took that had not been made before, from the kill, and with
+Rankless to `phases` when rank 0 had heard of the loss, had left its collective, and was in a smaller group. With DDP a
 checkpoint is written every 10 steps, from which torchrun's second start continues; ours has none.
 """
 
 import argparse
+import json
 import os
 import signal
 import time
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankless
 from bench.models import CHARACTERS, CONTEXT, GPT
+from rankless.runtime.worker_recovery import WorkerRecovery
 
 ROWS, KILLED_BEFORE, SAVED_EVERY = 8, 15, 10
 parser = argparse.ArgumentParser()
@@ -42,7 +45,26 @@ def die_before(step: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def note_phases() -> dict[str, float]:
+    """Return a dict that gets the times of the phases of a recovery."""
+    phases: dict[str, float] = {}
+    abort, regroup = WorkerRecovery._abort, WorkerRecovery._regroup
+
+    def note_abort(recovery: WorkerRecovery) -> None:
+        phases.setdefault("detected", time.time())
+        abort(recovery)
+
+    def note_regroup(recovery: WorkerRecovery) -> None:
+        phases.setdefault("released", time.time())
+        regroup(recovery)
+        phases.setdefault("regrouped", time.time())
+
+    WorkerRecovery._abort, WorkerRecovery._regroup = note_abort, note_regroup  # type: ignore[method-assign]
+    return phases
+
+
 def train_with_rankless() -> int:
+    phases = note_phases()
     train = rankless.job(model=model, optimizer=optimizer, zero=arguments.zero)(lose)
     for step, (tokens,) in enumerate(rankless.loader(torch.utils.data.TensorDataset(text), batch_size=ROWS)):
         if step == steps // 2:
@@ -51,6 +73,9 @@ def train_with_rankless() -> int:
         train(tokens)
     if arguments.steps is not None and rankless.rank() == 0:
         Path("step_seconds").write_text(str((time.monotonic() - start) / (steps - steps // 2)))
+    if arguments.steps is None and rank == 0:
+        killed = float(Path("killed").read_text())
+        Path("phases").write_text(json.dumps({name: moment - killed for name, moment in phases.items()}))
     return rankless.rank()
 
 

@@ -118,10 +118,16 @@ class WholeValues:
         partition.whole = whole
         self._open.append(partition)
 
-    def find_open(self, partitions: Iterable["Partition"]) -> None:
-        """Begin with the whole values of tensors that were divided before. All workers have them in the same order."""
+    def find_open(self, partitions: Iterable["Partition"]) -> bool:
+        """Begin with the whole values of tensors that were divided before. All workers have them in the same order.
+
+        Returns:
+            Whether there are any.
+        """
         known = {id(partition) for partition in self._open}
-        self._open += [each for each in partitions if each.whole is not None and id(each) not in known]
+        found = [each for each in partitions if each.whole is not None and id(each) not in known]
+        self._open += found
+        return bool(found)
 
     @property
     def is_open(self) -> bool:
@@ -141,6 +147,12 @@ class WholeValues:
                 copy_whole(partition.shard, partition.layout.get_shard(partition.whole, self.group.rank))
                 for worker, copy in partition.copies.items():
                     copy.copy_(partition.layout.get_shard(partition.whole, worker))
+        self.drop_unused()
+
+    def drop_unused(self) -> None:
+        """Forget the whole values that the script holds on no worker. Collective if there are any."""
+        if not self._open:
+            return
         # Workers may free memory at different times. They must agree on what they will gather.
         is_used = torch.tensor(
             [has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8, device="cpu"

@@ -457,8 +457,9 @@ class ShardedStateOwner(StateOwner):
             self._is_gathering = True
         if any(item.is_owned for item in known):
             self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
-        if self._values.copy_holders or any(item.is_owned for item in known):  # entries that were whole after a loss
-            self._values.find_open(list_state_partitions(optimizer, known))
+        may_have_been_whole = self._values.copy_holders or any(item.is_owned for item in known)  # after a loss
+        if may_have_been_whole and self._values.find_open(list_state_partitions(optimizer, known)):
+            self._run(self._values.drop_unused, is_in_step=True)
         if self._is_gathering:
             self._run(lambda: self._gather(known), is_in_step=True)
             self._is_gathering = False
