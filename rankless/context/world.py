@@ -308,6 +308,7 @@ class World:
                 within=owner,
                 run=self.run_on_states,
                 copy_holders=self.numbering.copy_holders if is_data else (),
+                calls_end_together=self.recovery is not None,
             )
         return owner
 

@@ -25,7 +25,6 @@ from rankless.errors import ConfigError, StepError
 from rankless.jobs.gradient_accumulation import GradientAccumulator
 from rankless.jobs.job_definition import CallResult, JobDefinition, StepOptions
 from rankless.ownership.extension_nn_modules import list_extension_modules
-from rankless.ownership.sharded_parameters import DividedParameter
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 
@@ -120,11 +119,11 @@ class OptimizerStepper:
         """Return the gradient that is accumulated for a shard; None if there is none."""
         return self._accumulator.find(holder)
 
-    def make_sum_whole(self, member: DividedParameter, whole: Tensor) -> None:
-        """Let a parameter hold its whole accumulated gradient, because a worker was lost."""
-        for shard in (member.shard, *member.copies.values()):
+    def make_sum_whole(self, parameter: Tensor, shards: Sequence[Tensor], whole: Tensor) -> None:
+        """Let a parameter hold its whole accumulated gradient, in place of its shards: a worker was lost."""
+        for shard in shards:
             self._accumulator.take(shard)
-        self._accumulator.put(member.parameter, whole)
+        self._accumulator.put(parameter, whole)
 
     def _list_copies(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Return the copies of shards that have gradients of their own."""

@@ -62,6 +62,7 @@ class ShardedStateOwner(StateOwner):
         within: Holds the shards, and what this owner does not divide. Default: every worker holds all of it.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
         copy_holders: For each worker the one with copies of its shards; none without. See Note [copies of shards].
+        calls_end_together: Whether a barrier ends each call of a job, so that no worker still reads when one steps.
     """
 
     def __init__(
@@ -73,13 +74,14 @@ class ShardedStateOwner(StateOwner):
         within: StateOwner | None = None,
         run: RunTogether = run_directly,
         copy_holders: Sequence[int] = (),
+        calls_end_together: bool = False,
     ) -> None:
         self._axis = axis
         self._within = StateOwner() if within is None else within
         self._run = run
         self._values = WholeValues(axis, require_all, run, copy_holders)
         self._shared = SharedMemoryShards(axis)
-        self._shares_values = shares_values
+        self._shares_values, self._calls_end_together = shares_values, calls_end_together
         self._own_version = 0
         self._divided: dict[int, DividedParameter] = {}
         self._optimizers: list[Optimizer] = []
@@ -447,8 +449,7 @@ class ShardedStateOwner(StateOwner):
         """Let an optimizer step on this worker's shards; then all workers get the parameters that they hold whole."""
         known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         if any(item.shared is not None for item in known):
-            # With copies, the operation before has ended with a barrier, and programs read in operations only.
-            self._shared.begin_write(waits=not self._values.copy_holders)
+            self._shared.begin_write(waits=not self._calls_end_together)
         with on_shards(optimizer, self._divided, self._values):
             self._within.step(optimizer)
         if known:

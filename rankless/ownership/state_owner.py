@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -48,13 +48,8 @@ class GradientSums(Protocol):
         """Return the gradient that is accumulated for a shard; None if there is none."""
         ...
 
-    def make_sum_whole(self, member: Any, whole: Tensor) -> None:
-        """Let a parameter hold its whole accumulated gradient.
-
-        Args:
-            member: How the parameter was divided: a `DividedParameter`.
-            whole: The gradient.
-        """
+    def make_sum_whole(self, parameter: Tensor, shards: Sequence[Tensor], whole: Tensor) -> None:
+        """Let a parameter hold its whole accumulated gradient, in place of its shards."""
         ...
 
 
@@ -96,9 +91,9 @@ class StateOwner:
         """Return the copies of other workers' shards of a parameter that have gradients of their own, by worker."""
         return {}
 
-    def copy_gradient(self, parameter: Tensor, whole: Tensor, worker: int) -> Tensor:
-        """Return what the copy of a worker's shard of a parameter has of a whole gradient."""
-        raise NotImplementedError
+    def copy_gradient(self, parameter: Tensor, whole: Tensor, worker: int) -> Tensor:  # noqa: ARG002
+        """Return a copy of what the copy of a worker's shard of a parameter has of a whole gradient."""
+        return whole.clone()
 
     def measure_copies(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:  # noqa: ARG002
         """Return the bytes of this worker's copies of other workers' shards, with their gradients and states."""

@@ -161,7 +161,7 @@ class DividedStates:
 
         def finish() -> None:
             for place, whole in sums.items():
-                self._sums[place].make_sum_whole(member, whole)
+                self._sums[place].make_sum_whole(member.parameter, [member.shard, *member.copies.values()], whole)
             show_whole_parameter(member, value, gradient)
 
         return finish
