@@ -177,6 +177,12 @@ def _read_request(arguments: argparse.Namespace, program: Program) -> tuple[Clus
     """
     given = find_given_options(arguments)
     options, requested = read_options(given, NAME), read_workers(arguments, given)
+    if arguments.copies and not options:
+        raise ConfigError(
+            expected="--copies with processes beside workers: verify compares whole runs, which lose no worker",
+            found="workers alone",
+            fix="omit --copies",
+        )
     cluster, workers = _read_cluster(arguments, requested)
     request = RunRequest(
         worker_count=workers,

@@ -23,6 +23,7 @@ from rankless.context.operations_of_all_ranks import Operations
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
+from rankless.ownership.partitioned_tensor import run_directly
 from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, list_state_axes
@@ -306,9 +307,8 @@ class World:
                 self._require_all_workers,
                 shares_values=is_data,
                 within=owner,
-                run=self.run_on_states,
+                run=run_directly if self.recovery is None else self.run_on_states,
                 copy_holders=self.numbering.copy_holders if is_data else (),
-                calls_end_together=self.recovery is not None,
             )
         return owner
 

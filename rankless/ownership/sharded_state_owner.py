@@ -62,7 +62,6 @@ class ShardedStateOwner(StateOwner):
         within: Holds the shards, and what this owner does not divide. Default: every worker holds all of it.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
         copy_holders: For each worker the one with copies of its shards; none without. See Note [copies of shards].
-        calls_end_together: Whether a barrier ends each call of a job, so that no worker still reads when one steps.
     """
 
     def __init__(
@@ -74,14 +73,13 @@ class ShardedStateOwner(StateOwner):
         within: StateOwner | None = None,
         run: RunTogether = run_directly,
         copy_holders: Sequence[int] = (),
-        calls_end_together: bool = False,
     ) -> None:
         self._axis = axis
         self._within = StateOwner() if within is None else within
         self._run = run
         self._values = WholeValues(axis, require_all, run, copy_holders)
         self._shared = SharedMemoryShards(axis)
-        self._shares_values, self._calls_end_together = shares_values, calls_end_together
+        self._shares_values = shares_values
         self._own_version = 0
         self._divided: dict[int, DividedParameter] = {}
         self._optimizers: list[Optimizer] = []
@@ -449,7 +447,8 @@ class ShardedStateOwner(StateOwner):
         """Let an optimizer step on this worker's shards; then all workers get the parameters that they hold whole."""
         known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         if any(item.shared is not None for item in known):
-            self._shared.begin_write(waits=not self._calls_end_together)
+            # Where a worker may be lost, a barrier ends each call, so that no worker still reads when one steps.
+            self._shared.begin_write(waits=self._run is run_directly)
         with on_shards(optimizer, self._divided, self._values):
             self._within.step(optimizer)
         if known:

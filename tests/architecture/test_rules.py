@@ -64,7 +64,6 @@ BROAD_EXCEPTS = {
     "rankless/data/collation_probe.py": "a collate_fn is foreign code; if it raises, ranks read whole batches",
     "rankless/data/prefetching.py": "the error is raised after the batches that were read before it",
     "rankless/data/sample_reader.py": "a data set is foreign code; its error gets the index of the sample",
-    "rankless/data/batches_from_cpu_ranks.py": "a data set is foreign code; the others raise, too",
     "rankless/data/batches_from_first_rank.py": "a data set is foreign code; the others raise, too",
     "rankless/jobs/views/view_choice.py": "operators are foreign code; all ranks raise what it becomes",
     "rankless/logical_view/call_plan.py": "PyTorch raises many errors in a trace; the call runs on whole values",

@@ -132,6 +132,13 @@ def test_copies_that_would_help_nobody_are_refused_before_anything_starts(tmp_pa
     assert "begun" not in done.stdout
 
 
+def test_verify_refuses_copies_of_workers(tmp_path: Path):
+    (tmp_path / "script.py").write_text("import rankless\n")
+    done = rankless("verify", "-n", "2", "--copies", "1", "script.py", folder=tmp_path)
+    assert done.returncode == 2
+    assert "expected: --copies with processes beside workers" in done.stderr
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_plan_shows_the_memory_of_copies(tmp_path: Path, level: str):
     (tmp_path / "script.py").write_text(f"""

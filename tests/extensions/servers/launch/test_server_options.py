@@ -192,14 +192,6 @@ REFUSED = [
     (("--servers", "1", "--copies", "2"), "expected: --copies 0 or 1"),
     (("--servers", "1", "--copies", "-1"), "found:    -1"),
     (
-        ("--copies", "1"),
-        "expected: --servers with --copies 1, because only servers have copies\nfound:    no servers",
-    ),
-    (
-        ("--servers", "0", "--copies", "1"),
-        "expected: --servers with --copies 1, because only servers have copies\nfound:    no servers",
-    ),
-    (
         ("--servers", "127.0.0.1:6170,127.0.0.1:6171", "--copies", "1"),
         "found:    127.0.0.1:6170, 127.0.0.1:6171, on one host",
     ),
@@ -269,7 +261,7 @@ def test_the_declaration_says_what_the_code_does():
     options, request = extension.options, RequestedServers(count=1)
     assert options["server-mode"].metavar == "|".join(SERVER_MODES)
     defaults = {"server-mode": request.mode, "staleness": request.staleness, "geo-steps": request.geo_steps}
-    defaults |= {"copies": request.replicas, "server-restarts": request.max_restarts}
+    defaults |= {"server-restarts": request.max_restarts}
     assert {name: options[name].help.endswith(f" Default: {value}.") for name, value in defaults.items()} == (
         dict.fromkeys(defaults, True)
     )
