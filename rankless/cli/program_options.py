@@ -81,7 +81,7 @@ def add_copies_option(parser: argparse._ActionsContainer) -> None:
         default=0,
         metavar="N",
         help="1 for a copy of what one worker alone has of the states of jobs with zero=, and of each server, on "
-        "another host if there are several. The run then goes on without the one that is lost. Default: 0.",
+        "another host if there are several. The run then continues without the one that is lost. Default: 0.",
     )
 
 

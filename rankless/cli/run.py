@@ -119,7 +119,7 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
         "--min-workers",
         type=int,
         metavar="N",
-        help="How few workers may be left after others were killed. A run of jobs on CPUs goes on without them, as the "
+        help="How few workers may be left after others were killed. A run of jobs on CPUs continues without them, as the "
         "same training. Default: 1, and one of each kind.",
     )
     add_copies_option(parser)

@@ -98,7 +98,7 @@ def require_usable_backend(requested: Backend | None, devices: Sequence[str], *,
 
 
 def count_most_lost(config: RunConfig, devices: Sequence[Sequence[str]]) -> int:
-    """Return how many killed workers the run goes on without: 0 where a step needs every worker.
+    """Return how many killed workers the run continues without: 0 where a step needs every worker.
 
     Args:
         config: What to run, on host 0.
@@ -129,7 +129,7 @@ def require_copies(config: RunConfig) -> None:
     reason = "one worker" if count == 1 else explain_required_workers(config, config.devices)
     if reason and request.observation.programs is None:  # `plan` shows the memory of copies
         raise ConfigError(
-            expected="a run that can go on without a lost worker, with --copies 1", found=reason, fix="omit --copies"
+            expected="a run that can continue without a lost worker, with --copies 1", found=reason, fix="omit --copies"
         )
 
 
@@ -144,19 +144,19 @@ def require_enough_workers(config: RunConfig) -> None:
         raise ConfigError(
             expected=f"--min-workers from 1 to {count}, the number of workers at the start",
             found=least,
-            fix="give the smallest number of workers with which the run shall go on",
+            fix="give the smallest number of workers with which the run shall continue",
         )
     reason = explain_required_workers(config, config.devices) if least < count else ""
     if reason:
         raise ConfigError(
-            expected=f"a run that can go on with {least} of {count} workers",
+            expected=f"a run that can continue with {least} of {count} workers",
             found=reason,
             fix="omit --min-workers: the first killed worker then ends the run",
         )
 
 
 def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
-    """Return why a run cannot go on without a killed worker, for errors and the guide; "" if it can.
+    """Return why a run cannot continue without a killed worker, for errors and the guide; "" if it can.
 
     Args:
         config: What to run.

@@ -74,7 +74,7 @@ class RunOptions:
         return 0
 
     def explain_required_workers(self, settings: Settings) -> str:
-        """Return why a run cannot go on without a killed worker, for errors; "" if it can."""
+        """Return why a run cannot continue without a killed worker, for errors; "" if it can."""
         return "options of an extension that needs every worker"
 
     def count_row_holders(self, settings: Settings) -> int:
