@@ -119,8 +119,8 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
         "--min-workers",
         type=int,
         metavar="N",
-        help="How few workers may be left after others were killed. A run of jobs on CPUs continues without them, as the "
-        "same training. Default: 1, and one of each kind.",
+        help="How few workers may be left after others were killed. A run of jobs on CPUs continues without them, as "
+        "the same training. Default: 1, and one of each kind.",
     )
     add_copies_option(parser)
     parser.add_argument(

@@ -346,7 +346,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout_seconds: float | None = None
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     min_workers: int | None = None
-    """How many workers must be left after others were killed; None for one, where the run can continue without others."""
+    """How many workers must be left after others were killed; None for one, where it can continue without others."""
     copies: int = 0
     """How many other processes have a copy of what one worker, or one server, alone has of the training's state."""
     restarts: int = 0
