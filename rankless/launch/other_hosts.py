@@ -90,6 +90,9 @@ class Peers:
     def send_to_worker(self, rank: int, message: "DriverMessage") -> None:
         """Send a message to a worker of another host."""
 
+    def kill_worker(self, rank: int) -> None:
+        """Request the agent of another host to kill a worker. Only host 0 does."""
+
     def take_worker_messages(self) -> "list[tuple[int, WorkerMessage]]":
         """Return what workers of other hosts have sent since the last call, each with the worker's rank."""
         return []

@@ -67,6 +67,16 @@ def test_the_others_have_copies_of_shards(hosts: Hosts, tmp_path: Path, kind: st
     require_same_training(tmp_path, run_plain(tmp_path / "plain", kind), least=left)
 
 
+@pytest.mark.parametrize("worker", [1, 2])
+def test_a_frozen_worker_of_any_host_is_killed_and_the_others_continue(hosts: Hosts, tmp_path, plain, worker: int):
+    job = start(hosts, tmp_path, f"{worker}:9:frozen", "--hang-timeout", "4")
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, out + err
+    assert re.search(rf"rankless: rank {worker} did not arrive: it is stopped by a signal", err), err
+    assert re.search(rf"worker {worker} .*was killed by SIGKILL; 3 workers continue\n", err), err
+    require_same_training(tmp_path, plain, least=3)
+
+
 def test_the_others_continue_if_a_host_cannot_be_reached(hosts: Hosts, tmp_path: Path, plain):
     job = start(hosts, tmp_path, "link:9:0")
     try:

@@ -6,6 +6,7 @@ It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`)
 Host 0's agent decides for the workers of all hosts. The agents of other hosts pass messages on (`SurvivorRelay`).
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -218,12 +219,14 @@ class SurvivorRounds:
         return self._state.lost >= ranks
 
     def end_workers(self, ranks: Sequence[int]) -> bool:
-        """Kill workers of this host that hold up the others, if these can continue. Return whether they can."""
-        hosts = self._hosts.host_of
-        if any(hosts[rank] != hosts[0] for rank in ranks) or not can_lose(self._state, ranks, self._limits):
+        """Kill workers that hold up the others, if these can continue. Return whether they can."""
+        if not can_lose(self._state, ranks, self._limits):
             return False
         for rank in ranks:
-            os.kill(self._process_ids[rank], signal.SIGKILL)  # the fork server reports its end
+            if self._hosts.host_of[rank] == self._hosts.host_of[0]:
+                os.kill(self._process_ids[rank], signal.SIGKILL)  # the fork server reports its end
+            else:
+                self._peers.kill_worker(rank)
         return True
 
     def _describe_living(self) -> str:
@@ -278,9 +281,11 @@ class SurvivorRelay:
         """
         self.channels, self._leader = channels, leader
         self.first = first
+        self._process_ids: dict[int, int] = {}
 
     def judge(self, records: Sequence[AnyRecord]) -> list[AnyRecord]:
         """Return records as they are. Host 0 gets them after what their workers have sent."""
+        self._process_ids.update((record.rank, record.pid) for record in records if isinstance(record, Started))
         self._send_messages()
         return list(records)
 
@@ -293,6 +298,9 @@ class SurvivorRelay:
         self._send_messages()
         for rank, message in self._leader.take_driver_messages():
             self.channels.send(rank, message)
+        for rank in self._leader.take_workers_to_kill():
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(self._process_ids[rank], signal.SIGKILL)
 
     def _send_messages(self) -> None:
         for rank, message in self.channels.receive():

@@ -22,6 +22,7 @@ from rankless.launch.rendezvous.messages import (
     HostEnded,
     JobEnded,
     JoinRefused,
+    KillWorker,
     ProcessesStarted,
     RankStatusRequest,
     RecordingChunk,
@@ -111,6 +112,10 @@ class FollowerPeers(Peers):
         """Send a message to a worker of another host."""
         self._server.send(self.host_of(rank), SendToWorker(number=rank, message=message))
 
+    def kill_worker(self, rank: int) -> None:
+        """Request the agent of another host to kill a worker."""
+        self._server.send(self.host_of(rank), KillWorker(number=rank))
+
     def take_worker_messages(self) -> list[tuple[int, WorkerMessage]]:
         """Return what workers of other hosts have sent since the last call, each with the worker's rank."""
         taken, self._worker_messages = self._worker_messages, []
@@ -168,6 +173,7 @@ class LeaderPeer(Peers):
         self.refusal: JoinRefused | None = None
         """Why the job does not start, if it does not."""
         self._driver_messages: list[tuple[int, DriverMessage]] = []
+        self._to_kill: list[int] = []
 
     def host_of(self, rank: int) -> int:
         """Return the index of the host on which a rank runs."""
@@ -203,6 +209,8 @@ class LeaderPeer(Peers):
             self.job_end = (message.exit_code, message.text)
         elif isinstance(message, SendToWorker):
             self._driver_messages.append((message.number, message.message))
+        elif isinstance(message, KillWorker):
+            self._to_kill.append(message.number)
         elif isinstance(message, StartWorkers):
             self.may_start_workers = True
         elif isinstance(message, RoleMessage):
@@ -237,6 +245,11 @@ class LeaderPeer(Peers):
     def take_driver_messages(self) -> list[tuple[int, DriverMessage]]:
         """Return what host 0 has sent to workers of this host since the last call, each with the worker's rank."""
         taken, self._driver_messages = self._driver_messages, []
+        return taken
+
+    def take_workers_to_kill(self) -> list[int]:
+        """Return the workers of this host that host 0 has requested to kill since the last call."""
+        taken, self._to_kill = self._to_kill, []
         return taken
 
     def send_output(self, source: Source, data: bytes) -> None:

@@ -175,6 +175,12 @@ class SendToWorker(msgspec.Struct, frozen=True, kw_only=True, tag="send_to_worke
     message: DriverMessage
 
 
+class KillWorker(msgspec.Struct, frozen=True, kw_only=True, tag="kill_worker"):
+    """Kill a worker that holds up the others, which can continue without it."""
+
+    number: int
+
+
 class WorkerMessageReceived(msgspec.Struct, frozen=True, kw_only=True, tag="worker_message"):
     """A worker has sent a message."""
 
@@ -211,6 +217,7 @@ ControlMessage = (
     | RecordingChunk
     | WorkerOutput
     | SendToWorker
+    | KillWorker
     | WorkerMessageReceived
     | HostEnded
     | JobEnded
