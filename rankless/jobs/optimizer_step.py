@@ -78,7 +78,7 @@ class OptimizerStepper:
             self._enter_pass()
             self._owner.note_sums(self)
             self._follow_division(holders)
-            holders = [*holders, *self._list_copies(parameters)]
+            holders = self._list_holders(parameters)
         try:
             if job.step_options.check_finite:
                 self._require_finite(loss, parameters)
@@ -101,15 +101,15 @@ class OptimizerStepper:
         """Make a step of the calls since the last one. Returns False if there are none."""
         if not self._accumulator.calls:
             return False
+        self.use(self._world.current)
         self._world.run_on_states(self._owner.begin_call)
         holders = self._owner.get_holders(self._parameters)
         self._follow_division(holders)
         if self._world.script.leftovers.train_calls != self._train_calls:
-            optimized = self._job.optimized_parameters(self._parameters)
-            self._accumulator.restore(self._owner.get_holders(optimized))  # `.grad` is of another job
+            restored = self._job.optimized_parameters(self._parameters)  # `.grad` is of another job
         else:
-            hidden = [parameter for parameter, _ in self._hidden]
-            self._accumulator.restore([*self._owner.get_holders(hidden), *self._list_copies(hidden)])
+            restored = [parameter for parameter, _ in self._hidden]
+        self._accumulator.restore(self._list_holders(restored))
         self._step()
         self._hide_gradients()
         self._owner.end_call()
@@ -125,9 +125,10 @@ class OptimizerStepper:
             self._accumulator.take(shard)
         self._accumulator.put(parameter, whole)
 
-    def _list_copies(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Return the copies of shards that have gradients of their own."""
-        return [copy for parameter in parameters for copy in self._owner.get_copies(parameter).values()]
+    def _list_holders(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Return all tensors with gradients on which this worker steps: holders, and copies of others' shards."""
+        copies = [copy for parameter in parameters for copy in self._owner.get_copies(parameter).values()]
+        return [*self._owner.get_holders(parameters), *copies]
 
     def _follow_division(self, holders: Sequence[Tensor]) -> None:
         """Move accumulated gradients to what holds them now.
@@ -233,8 +234,7 @@ class OptimizerStepper:
             self.gradient_norm = self._world.run_on_states(
                 lambda: owner.measure_norm(owner.get_holders(optimized)), is_in_step=True
             )
-        # Others if a worker was lost meanwhile.
-        holders = [*owner.get_holders(optimized), *self._list_copies(optimized)]
+        holders = self._list_holders(optimized)  # others if a worker was lost meanwhile
         if options.clip_norm is not None and self.gradient_norm is not None:
             with_gradient = [item for item in holders if item.grad is not None]
             clip_grads_with_norm_(with_gradient, options.clip_norm, self.gradient_norm)

@@ -65,7 +65,7 @@ def test_no_form_of_a_script_trains_otherwise(tmp_path_factory: pytest.TempPathF
     for _ in range(3):
         workers = drawn.choice((2, 3, 4))
         moments = [*map(str, range(12)), *(f"after{step}" for step in range(12))]
-        if form == "two models":
+        if form in ("two models", "sums beside another job"):
             moments += [f"between{step}" for step in range(12)]
         delay = drawn.choice((0, drawn.uniform(0, 6), drawn.uniform(0, 50)))
         kill = f"{drawn.randrange(workers)}:{drawn.choice(moments)}:{delay}"
