@@ -75,6 +75,22 @@ def test_no_form_of_a_script_trains_otherwise(tmp_path_factory: pytest.TempPathF
         require_same(folder, expected, least=workers - 1)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.ci_sample(1)
+def test_a_copy_is_as_far_as_the_original(tmp_path: Path, form: str, level: str):
+    done = run_killed(tmp_path, form, level, 3, "", SHARDS="1")
+    assert done.returncode == 0, done.stderr
+    found = [torch.load(path) for path in sorted(tmp_path.glob("shards*.pt"))]
+    copies = 0
+    for rank, shards in enumerate(found):
+        for (number, name, worker), value in shards.items():
+            if worker != rank:
+                copies += 1
+                torch.testing.assert_close(value, found[worker][number, name, worker], rtol=1e-12, atol=1e-12)
+    assert copies >= len([key for shards in found for key in shards]) // 2
+
+
 @pytest.mark.parametrize("kill", ["0:after3:0", "1:after3:1.5", "0:4:3"])
 @pytest.mark.exhaustive
 def test_two_losses_with_steps_between_them_lose_no_count_of_steps(tmp_path_factory, kill: str):

@@ -33,7 +33,27 @@ def run(train, after=lambda step: None):
             step += 1
 
 
+def write_shards(optimizers):
+    # what this worker has of each value and state: its own shard, and copies of others', by worker
+    from rankless.runtime import current_context
+
+    found, rank = {}, rankless.rank()
+    for number, member in enumerate(current_context._context.world.owner._divided.values()):
+        parts = {"value": (member.shard, member.copies)}
+        for optimizer in optimizers:
+            for key, entry in optimizer.state.get(member.parameter, {}).items():
+                if entry.dim():
+                    parts[key] = entry.partition.shard, entry.partition.copies
+        for name, (shard, copies) in parts.items():
+            own = {rank: shard} if member.has_rows(rank) else {}
+            for worker, each in {**own, **copies}.items():
+                found[number, name, worker] = each.detach().clone()
+    torch.save(found, f"shards{RANK}.pt")
+
+
 def finish(*models, optimizers):
+    if "SHARDS" in os.environ:
+        write_shards(optimizers)
     results = {
         "losses": losses,
         "models": [{key: value.detach().clone() for key, value in model.state_dict().items()} for model in models],
@@ -197,8 +217,10 @@ def run_alone(folder: Path, form: str, level: str) -> dict:
     return torch.load(folder / "results0.pt")
 
 
-def run_killed(folder: Path, form: str, level: str, workers: int, kills: str) -> subprocess.CompletedProcess[str]:
+def run_killed(
+    folder: Path, form: str, level: str, workers: int, kills: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Train with some workers, of which some are killed; `kills` as in `lost_workers.run_killed`."""
     write_script(folder, form)
     command = ("run", "-n", str(workers), "--devices", "cpu", "--copies", "1", "script.py")
-    return rankless(*command, folder=folder, KILLS=kills, ZERO=level)
+    return rankless(*command, folder=folder, KILLS=kills, ZERO=level, **variables)
