@@ -1,7 +1,9 @@
 """Host 0's agent decides for the workers of all hosts, and the agents of others pass their messages on."""
 
 import os
+import signal
 import socket
+import subprocess
 
 import msgspec
 import pytest
@@ -14,7 +16,7 @@ from rankless.records.elastic_messages import (
     receive_driver_message,
     send_message,
 )
-from rankless.records.events import Exited, HostLost, Notice
+from rankless.records.events import Exited, HostLost, Notice, Started
 
 LOST = HostLost(rank=2, time_ns=0, host="b", how="was lost: no heartbeat for 4 s", host_index=1)
 
@@ -25,6 +27,7 @@ class OtherHosts:
     def __init__(self) -> None:
         self.sent: list = []
         self.arrived: list = []
+        self.to_kill: list[int] = []
 
     def send_to_worker(self, rank: int, message) -> None:
         self.sent.append((rank, message))
@@ -37,6 +40,13 @@ class OtherHosts:
         return taken
 
     take_driver_messages = take_worker_messages
+
+    def kill_worker(self, rank: int) -> None:
+        self.to_kill.append(rank)
+
+    def take_workers_to_kill(self) -> list[int]:
+        taken, self.to_kill = self.to_kill, []
+        return taken
 
 
 def begin(*, most_lost: int = 4, with_processes: tuple[int, ...] = (0,)) -> tuple[SurvivorRounds, OtherHosts]:
@@ -104,6 +114,21 @@ def test_another_host_passes_messages_on():
     relay.channels.close()
     for end in ends:
         end.close()
+
+
+def test_a_worker_that_holds_up_the_others_is_killed_by_the_agent_of_its_host():
+    rounds, peers = begin(most_lost=1)
+    assert not rounds.end_workers([3, 4])  # the run tolerates one
+    assert rounds.end_workers([3])
+    assert peers.to_kill == [3]
+    with subprocess.Popen(["sleep", "60"]) as worker:
+        relay = SurvivorRelay(WorkerChannels(range(2, 4)), peers, 2)
+        relay.judge([Started(rank=3, time_ns=0, pid=worker.pid, log_file="")])
+        relay.tick()
+        assert worker.wait(10) == -signal.SIGKILL
+        peers.to_kill = [3]
+        relay.tick()  # one that has ended meanwhile
+        relay.channels.close()
 
 
 def test_a_lost_host_of_servers_alone_is_none_of_the_workers():
