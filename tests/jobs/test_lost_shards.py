@@ -48,6 +48,14 @@ def test_two_workers_are_killed_one_after_the_other(tmp_path: Path, plain):
     require_same_training(tmp_path, plain["zero gradients accumulate"], least=1)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ZERO_KINDS[1:3])
+def test_others_have_copies_of_what_a_frozen_worker_had(tmp_path: Path, plain, kind: str):
+    done = run_killed_job(tmp_path, kind, "1:13:frozen", "--hang-timeout", "4")
+    assert done.returncode == 0, done.stderr
+    require_same_training(tmp_path, plain[kind], least=2)
+
+
 def require_same(folder: Path, expected: dict, *, least: int) -> None:
     found = [torch.load(path) for path in sorted(folder.glob("results*.pt"))]
     assert len(found) >= least
