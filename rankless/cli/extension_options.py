@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rankless.config.extensions import Extension, list_installed, list_own
+from rankless.config.extensions import Extension, find_extension, list_installed, list_own
 
 _PREFIX = "option of "
 """Begins the names under which the values are parsed, so that no option of a command has one of them."""
@@ -49,7 +49,7 @@ def find_given_options(arguments: argparse.Namespace) -> dict[str, dict[str, Any
         if dest.startswith(_PREFIX) and value is not None:
             extension, _, name = dest.removeprefix(_PREFIX).partition(": ")
             found.setdefault(extension, {})[name] = value
-    for each in list_own():
-        for name in each.shared_options if each.name in found else ():
-            found[each.name][name] = getattr(arguments, name)
+    for extension, given in found.items():
+        known = find_extension(extension)
+        given |= {name: getattr(arguments, name) for name in (known.shared_options if known is not None else ())}
     return found

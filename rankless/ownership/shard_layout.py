@@ -52,11 +52,6 @@ class ShardLayout:
         """The workers that have rows: first those that count, then copies."""
         return (*(rank for rank, length in enumerate(self.placement.lengths) if length), *self.copies)
 
-    @property
-    def is_divided(self) -> bool:
-        """Whether several workers have rows that count."""
-        return sum(map(bool, self.placement.lengths)) > 1
-
     def find_original(self, rank: int) -> int:
         """Return the worker whose shard a worker has: another one's for a copy."""
         return self.holders[0] if rank in self.copies else rank

@@ -82,7 +82,7 @@ class DividedParameter:
     @property
     def is_owned(self) -> bool:
         """Whether one worker has all rows."""
-        return not self.layout.is_divided
+        return len([length for length in self.layout.placement.lengths if length]) == 1
 
     def has_rows(self, rank: int) -> bool:
         """Return whether a worker has rows of it."""

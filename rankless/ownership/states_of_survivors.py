@@ -95,7 +95,9 @@ class DividedStates:
         self._are_shards_newer = any(report.are_shards_newer for report in reports)
         self._is_gathering = any(report.is_gathering for report in reports)
         sources = {
-            id(member.parameter): find_sources(member, self._copy_holders, reports) for member in self._members[:known]
+            id(member.parameter): find_sources(member, self._copy_holders, reports)
+            for member in self._members[:known]
+            if any(member.layout.placement.lengths)
         }
         restored = [self._collect_parameter(number, sources, reports) for number in range(len(self._members))]
         states = [

@@ -52,6 +52,8 @@ def write_shards(optimizers):
 
 
 def finish(*models, optimizers):
+    if any(worker == str(RANK) for worker, *_ in KILLS):
+        time.sleep(30)  # killed meanwhile: after all others have ended, it would end the run
     if "SHARDS" in os.environ:
         write_shards(optimizers)
     results = {
