@@ -163,9 +163,10 @@ def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
         devices: The torch device of each worker.
     """
     request = config.request
-    others = [axis.name for axis in config.mesh if axis.role != "data" and axis.size > 1]
-    if others and not _find_kinds(config):
-        return f"a mesh with the axis {others[0]}: each of its workers has a part of the model"
+    sizes = {axis.role: axis.size for axis in config.mesh if axis.size > 1}
+    has_replicas = bool(sizes.keys() & {"data", "sequence"})
+    if sizes and not has_replicas and not request.copies and not _find_kinds(config):
+        return f"the axis {next(iter(sizes))} and no axis data: each worker alone has a part of the model"
     if request.plan is not None:
         return "a plan: workers may have parts of the model"
     if request.recording is not None or request.observation != RunObservation():

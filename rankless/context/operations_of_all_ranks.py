@@ -67,6 +67,8 @@ class Operations:
         """Separates its values in the store from those of others before it."""
         self._begun_at = 0
         """The number of the last sync point before the operation."""
+        self._begun_with: object = None
+        """What counts them. After a worker was lost, another object counts from 0."""
         self._is_inside = False
         self._last_error: RanksDiverged | None = None
         """Why the ranks cannot make another operation."""
@@ -108,6 +110,7 @@ class Operations:
         if self._is_new(mesh):
             self._require_going()
             self._number += 1
+            self._begun_with = mesh.desync_detector
             self._begun_at = 0 if mesh.desync_detector is None else mesh.desync_detector.number
 
     @contextmanager
@@ -231,10 +234,11 @@ class Operations:
         seconds = PATIENCE_WITH_OTHER_GROUPS_SECONDS if is_patient else PATIENCE_SECONDS
         deadline = time.monotonic() + seconds
         detector = mesh.desync_detector
+        begun_at = self._begun_at if detector is self._begun_with else 0
         while not exchange.have_all("outcome"):
             if time.monotonic() > deadline:
                 waiting = exchange.list_missing("outcome")
-                if part == "lasting" or detector is None or detector.have_reached(self._begun_at + 1, waiting):
+                if part == "lasting" or detector is None or detector.have_reached(begun_at + 1, waiting):
                     return False
             time.sleep(0.002)
         return True

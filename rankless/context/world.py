@@ -24,11 +24,12 @@ from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
 from rankless.ownership.partitioned_tensor import run_directly
+from rankless.ownership.shard_layout import choose_copy_holders
 from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh, list_state_axes
 from rankless.records.events import AnyRecord
-from rankless.records.parallel_plan import ParallelPlan
+from rankless.records.parallel_plan import ParallelPlan, PlannedAxis
 
 Result = TypeVar("Result")
 
@@ -122,15 +123,17 @@ class StartedWorkers:
     """How often those that are left have formed a group anew."""
     kinds: tuple[tuple[int, ...], ...] = ()
     """The workers of each kind, lost ones included, where some are heterogeneous."""
+    axes: tuple[PlannedAxis, ...] = ()
+    """The axes of the mesh, if it has others than `data`."""
     hosts: tuple[int, ...] = ()
     """The host of each, lost ones included, if workers keep copies of others' shards."""
-    copy_holders: tuple[int, ...] = ()
-    """For each worker that is left, by its rank now, the one with copies of its shards; none without copies."""
+    present_hosts: tuple[int, ...] = ()
+    """The same of each worker that is left, by its rank now."""
 
     @property
     def has_copies(self) -> bool:
         """Whether what only some workers have of states is on others, too, so that one of them may be lost."""
-        return bool(self.kinds or self.copy_holders)
+        return bool(self.kinds or self.present_hosts or self.axes)
 
     @staticmethod
     def of(workers: Mesh) -> "StartedWorkers":
@@ -298,17 +301,17 @@ class World:
         own = self.joint.make_owner()
         if own is not None:
             return own
-        owner = StateOwner()
+        owner, hosts = StateOwner(), self.numbering.present_hosts
         for axis in reversed(list_state_axes(self.mesh) if self.mesh.size > 1 else ()):
-            # Only along `data` do workers read each other's parameters.
-            is_data = axis.role == "data"
+            # Copies are along the innermost axis. What outer ones divide, other workers along it have too.
+            along = self.mesh.list_ranks_along(axis) if hosts and type(owner) is StateOwner else ()
             owner = ShardedStateOwner(
                 axis,
                 self._require_all_workers,
-                shares_values=is_data,
+                shares_values=axis.role == "data",  # only along it do workers read each other's parameters
                 within=owner,
                 run=run_directly if self.recovery is None else self.run_on_states,
-                copy_holders=self.numbering.copy_holders if is_data else (),
+                copy_holders=choose_copy_holders([hosts[rank] for rank in along]),
             )
         return owner
 

@@ -144,9 +144,7 @@ class WholeValues:
         with torch.no_grad():
             for partition in self._open:
                 assert partition.whole is not None
-                copy_whole(partition.shard, partition.layout.get_shard(partition.whole, self.group.rank))
-                for worker, copy in partition.copies.items():
-                    copy.copy_(partition.layout.get_shard(partition.whole, worker))
+                partition.set_shards(partition.whole)
         self.drop_unused()
 
     def drop_unused(self) -> None:
@@ -255,6 +253,12 @@ class Partition:
             return self.shard.detach() if within is None else within.get_current_shard()
         own = self.layout.get_shard(self.whole, self.values.group.rank)
         return own if within is None else within.get_shard(own)
+
+    def set_shards(self, whole: Tensor) -> None:
+        """Give this worker's shard, and its copies of others, the value that they have in a whole one."""
+        copy_whole(self.shard, self.layout.get_shard(whole, self.values.group.rank))
+        for worker, copy in self.copies.items():
+            copy.copy_(self.layout.get_shard(whole, worker))
 
     def get_shard(self, whole: Tensor) -> Tensor:
         """Return of a whole value what this worker holds."""
@@ -474,7 +478,7 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
     if known is None:
         target.copy_(value)
         return
-    get_local(target).copy_(known.get_shard(value))
+    known.set_shards(value)
     if known.whole is not None:
         known.whole.copy_(value)
 

@@ -13,9 +13,12 @@ device. `compiler.scheduling` puts the collectives into programs; this file has 
 
 Note [owners within owners]: an owner divides states along one axis. It gives its shards, and what it does not divide,
 to the owner within it, as that worker's states. That one may divide them along another axis, or take them as they are.
+While an optimizer steps, the state of a shard is that of a parameter for the owner within. What workers compute
+together follows when the step is over, from the innermost owner outwards, because it may be repeated without a worker.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import torch
@@ -76,6 +79,10 @@ class ShardedStateOwner(StateOwner):
     ) -> None:
         self._axis = axis
         self._within = StateOwner() if within is None else within
+        self._outer: ShardedStateOwner | None = None
+        """The owner that gives its shards to this one."""
+        if isinstance(self._within, ShardedStateOwner):
+            self._within._outer = self
         self._run = run
         self._values = WholeValues(axis, require_all, run, copy_holders)
         self._shared = SharedMemoryShards(axis)
@@ -161,24 +168,57 @@ class ShardedStateOwner(StateOwner):
     def note_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Note optimizers whose states are divided with the parameters that they step."""
         self._optimizers += [each for each in optimizers if not any(each is known for known in self._optimizers)]
+        if isinstance(self._within, ShardedStateOwner):
+            self._within.note_optimizers(optimizers)
+
+    def list_levels(self) -> "list[ShardedStateOwner]":
+        """Return this owner and those within it, from the innermost; see Note [owners within owners]."""
+        inner = self._within.list_levels() if isinstance(self._within, ShardedStateOwner) else []
+        return [*inner, self]
+
+    @property
+    def outer_ranks(self) -> tuple[int, ...]:
+        """The ranks of this worker along the axes of outer owners: those with the same ones divide the same shards."""
+        return () if self._outer is None else (*self._outer.outer_ranks, self._outer._axis.rank)
+
+    @contextmanager
+    def _on_outer_shards(self, optimizers: Sequence[Optimizer]) -> Iterator[None]:
+        """Within the context, optimizers have the shards of outer owners in place of parameters. Collective."""
+        with ExitStack() as contexts:
+            if self._outer is not None:
+                contexts.enter_context(self._outer._on_outer_shards(optimizers))
+                for each in optimizers:
+                    contexts.enter_context(on_shards(each, self._outer._divided, self._outer._values))
+            yield
 
     def collect_states(self, mesh: Mesh, *, with_gradients: bool) -> Callable[[], None]:
-        """Return a function that makes all states whole on this worker, after another one was lost. Collective.
+        """Return a function that makes the states that this owner divides whole, after a worker was lost. Collective.
 
         Args:
-            mesh: The workers that are left; see Note [states of lost workers].
+            mesh: The workers that are left with the same `outer_ranks`; see Note [states of lost workers].
             with_gradients: Whether a step follows with the gradients that workers have.
 
         Raises:
             LostWorkerError: All workers were lost that had a state.
         """
-        divided = DividedStates(
-            self._values, list(self._divided.values()), self._optimizers, self._sums, is_gathering=self._is_gathering
+        has_copies = (
+            self._values.copy_holders or self._axis.stage_workers or isinstance(self._within, ShardedStateOwner)
         )
-        make_whole = divided.collect(mesh, with_gradients=with_gradients)
+        option = "" if has_copies else ", with --copies 1"
+        divided = DividedStates(
+            self._values,
+            list(self._divided.values()),
+            self._optimizers,
+            self._sums,
+            is_gathering=self._is_gathering,
+            fix=f"start the run again from a checkpoint{option}; --restarts N does so",
+        )
+        with self._on_outer_shards(self._optimizers):
+            make_whole = divided.collect(mesh, with_gradients=with_gradients)
 
         def finish() -> None:
-            make_whole()
+            with self._on_outer_shards(self._optimizers):
+                make_whole()
             self._divided.clear()
             self._values.end()
             self._is_gathering = False
@@ -190,6 +230,11 @@ class ShardedStateOwner(StateOwner):
         """Return what the owner within has of a value."""
         known = self._divided.get(id(tensor))
         return known.shard if known is not None and known.divides_value else tensor
+
+    def _get_own_shard(self, tensor: Tensor) -> Tensor:
+        """Return what the owner within steps on."""
+        known = self._divided.get(id(tensor))
+        return tensor if known is None else known.shard
 
     def _get_own_holder(self, tensor: Tensor) -> Tensor:
         """Return the tensor whose gradient the owner within has."""
@@ -237,10 +282,12 @@ class ShardedStateOwner(StateOwner):
             A function that gives the copies of this worker their gradients.
         """
         known = [self._divided.get(id(item)) for item in parameters]
+        if not self._values.copy_holders:
+            return self._within.copy_gradients(list(map(self._get_own_holder, parameters)), gradients)
         pairs = [
             (item, gradient)
             for item, gradient in zip(known, gradients, strict=True)
-            if item is not None and item.divides_gradient and self._values.copy_holders
+            if item is not None and item.divides_gradient
         ]
         received = send_to_copies(
             [item.layout for item, _ in pairs],
@@ -262,16 +309,25 @@ class ShardedStateOwner(StateOwner):
     def get_copies(self, parameter: Tensor) -> dict[int, Tensor]:
         """Return the copies of other workers' shards of a parameter that have gradients of their own, by worker."""
         known = self._divided.get(id(parameter))
-        return dict(known.copies) if known is not None and known.divides_gradient else {}
+        within = self._within.get_copies(self._get_own_holder(parameter))
+        return {**known.copies, **within} if known is not None and known.divides_gradient else within
 
     def copy_gradient(self, parameter: Tensor, whole: Tensor, worker: int) -> Tensor:
         """Return what the copy of a worker's shard of a parameter has of a whole gradient."""
-        known = self._divided[id(parameter)]
-        return known.place(known.layout.copy_shard(whole, worker))
+        known = self._divided.get(id(parameter))
+        if known is not None and self._values.copy_holders:
+            return known.place(known.layout.copy_shard(whole, worker))
+        own = whole if known is None else known.layout.get_shard(whole, self._axis.rank)
+        return self._within.copy_gradient(self._get_own_holder(parameter), own, worker)
 
     def measure_copies(self, parameters: Sequence[Tensor], optimizers: Sequence[Optimizer]) -> int:
         """Return the bytes of this worker's copies of other workers' shards, with their gradients and states."""
         known = [self._divided[id(item)] for item in parameters if id(item) in self._divided]
+        if not self._values.copy_holders:
+            with ExitStack() as contexts:
+                for each in optimizers:
+                    contexts.enter_context(on_shards(each, self._divided, self._values))
+                return self._within.measure_copies(list(map(self._get_own_shard, parameters)), optimizers)
         values = [
             copy.nbytes * ((not item.shares_memory) + item.divides_gradient)
             for item in known
@@ -284,6 +340,7 @@ class ShardedStateOwner(StateOwner):
         """Note what accumulates gradients, which are made whole after a worker was lost."""
         if not any(each is sums for each in self._sums):
             self._sums.append(sums)
+            self._within.note_sums(sums)
 
     def get_value(self, tensor: Tensor) -> Tensor:
         """Return what this worker has of a parameter or buffer."""
@@ -445,24 +502,45 @@ class ShardedStateOwner(StateOwner):
 
     def step(self, optimizer: Optimizer) -> None:
         """Let an optimizer step on this worker's shards; then all workers get the parameters that they hold whole."""
+        levels = self.list_levels()
+        with ExitStack() as contexts:
+            known = [level._begin_step(optimizer, contexts) for level in reversed(levels)]
+            levels[0]._within.step(optimizer)
+        for level, members in zip(levels, reversed(known), strict=True):
+            level._values.are_shards_newer = level._values.are_shards_newer or bool(members)
+            level._is_gathering = level._is_gathering or any(not item.divides_value for item in members)
+        # One operation, and on all workers: what inner owners share may differ between workers along outer axes.
+        if any(known[1:]) or any(item.is_owned for item in known[0]) or self._is_gathering:
+            self._run(lambda: self._end_step(optimizer, known), is_in_step=True)
+        # States that were whole after a loss.
+        if self._run is not run_directly and self._values.find_open(list_state_partitions(optimizer, known[0])):
+            self._run(self._values.drop_unused, is_in_step=True)
+        for level in levels:
+            level._is_gathering = False
+
+    def _begin_step(self, optimizer: Optimizer, contexts: ExitStack) -> list[DividedParameter]:
+        """Give an optimizer shards in place of the divided parameters, which are returned, until contexts end."""
         known = [self._divided[id(item)] for item in list_parameters(optimizer) if id(item) in self._divided]
         if any(item.shared is not None for item in known):
             # Where a worker may be lost, a barrier ends each call, so that no worker still reads when one steps.
             self._shared.begin_write(waits=self._run is run_directly)
-        with on_shards(optimizer, self._divided, self._values):
-            self._within.step(optimizer)
-        if known:
-            self._values.are_shards_newer = True
-        if any(not item.divides_value for item in known):
-            self._is_gathering = True
-        if any(item.is_owned for item in known):
-            self._run(lambda: share_state(optimizer, self._divided, self._values), is_in_step=True)
-        may_have_been_whole = self._values.copy_holders or any(item.is_owned for item in known)  # after a loss
-        if may_have_been_whole and self._values.find_open(list_state_partitions(optimizer, known)):
-            self._run(self._values.drop_unused, is_in_step=True)
+        contexts.enter_context(on_shards(optimizer, self._divided, self._values))
+        return known
+
+    def _end_step(self, optimizer: Optimizer, known: Sequence[Sequence[DividedParameter]]) -> None:
+        """Show all workers what an optimizer has changed. Collective.
+
+        Args:
+            optimizer: The optimizer.
+            known: The divided parameters that it has stepped on, of this owner and of those within it.
+        """
+        if isinstance(self._within, ShardedStateOwner):
+            self._within._end_step(optimizer, known[1:])
+        if any(item.is_owned for item in known[0]):
+            with self._on_outer_shards([optimizer]):
+                share_state(optimizer, self._divided, self._values)
         if self._is_gathering:
-            self._run(lambda: self._gather(known), is_in_step=True)
-            self._is_gathering = False
+            self._gather(known[0])
 
     def _gather(self, stepped: Sequence[DividedParameter]) -> None:
         """Gather the parameters that every worker has whole, unless all are whole because a worker was lost."""

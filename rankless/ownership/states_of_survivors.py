@@ -28,7 +28,13 @@ from rankless.ownership.partitioned_tensor import Partition, WholeValues, find_p
 from rankless.ownership.shard_layout import GATHER_BYTES, ShardLayout, group_in_order
 from rankless.ownership.sharded_parameters import DividedParameter
 from rankless.ownership.state_owner import GradientSums
-from rankless.ownership.step_on_shards import SharedEntry, describe_state, find_state_layout, list_parameters
+from rankless.ownership.step_on_shards import (
+    SharedEntry,
+    describe_state,
+    find_state_layout,
+    list_parameters,
+    sort_state,
+)
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 
@@ -58,6 +64,7 @@ class DividedStates:
         optimizers: Those that step them, in the order in which their jobs have divided parameters.
         sums: What has accumulated gradients for shards, in the order in which jobs have begun to.
         is_gathering: Whether parameters that every worker has whole are older than their shards.
+        fix: What helps if all workers were lost that had a state.
     """
 
     def __init__(
@@ -68,7 +75,9 @@ class DividedStates:
         sums: Sequence[GradientSums],
         *,
         is_gathering: bool,
+        fix: str,
     ) -> None:
+        self._fix = fix
         self._rank, self._copy_holders = values.group.rank, values.copy_holders
         self._members, self._optimizers, self._sums = members, optimizers, sums
         self._are_shards_newer, self._is_gathering = values.are_shards_newer, is_gathering
@@ -95,7 +104,7 @@ class DividedStates:
         self._are_shards_newer = any(report.are_shards_newer for report in reports)
         self._is_gathering = any(report.is_gathering for report in reports)
         sources = {
-            id(member.parameter): find_sources(member, self._copy_holders, reports)
+            id(member.parameter): find_sources(member, self._copy_holders, reports, self._fix)
             for member in self._members[:known]
             if any(member.layout.placement.lengths)
         }
@@ -112,6 +121,8 @@ class DividedStates:
                 show()
             for optimizer, stepped, entries in states:
                 show_whole_state(optimizer, stepped, entries)
+            for optimizer in self._optimizers:
+                sort_state(optimizer)
 
         return finish
 
@@ -144,6 +155,8 @@ class DividedStates:
         member = self._members[number]
         partition = find_partition(member.parameter)
         value = None if partition is None else partition.whole
+        if partition is not None and not any(member.layout.placement.lengths):  # other workers have all rows
+            value = member.shard.detach()
         gradient = None if member.divides_gradient else member.parameter.grad
         sums = {}
         found = sources.get(id(member.parameter))
@@ -308,13 +321,16 @@ def make_plain(tensor: Any, value: Tensor) -> None:
     tensor.data = value
 
 
-def find_sources(member: DividedParameter, copy_holders: Sequence[int], reports: Sequence[_Report]) -> Sources:
+def find_sources(
+    member: DividedParameter, copy_holders: Sequence[int], reports: Sequence[_Report], fix: str
+) -> Sources:
     """Return the workers that have the rows of a parameter now. Raises LostWorkerError if some rows are lost.
 
     Args:
         member: The parameter.
         copy_holders: For each worker the one with copies of its shards.
         reports: What the workers that are left have, by rank.
+        fix: What helps if there is no source.
     """
     ranks = {report.worker: rank for rank, report in enumerate(reports)}
     layout, found = member.layout, {}
@@ -327,7 +343,7 @@ def find_sources(member: DividedParameter, copy_holders: Sequence[int], reports:
             raise LostWorkerError(
                 expected=f"a worker that has {member.name} and its optimizer state, or a copy of them",
                 found="none left: each of them was killed",
-                fix="start the run again from a checkpoint; --restarts N does so",
+                fix=fix,
             )
         found[worker] = source
     return Sources(found)

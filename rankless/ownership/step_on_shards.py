@@ -274,6 +274,8 @@ def share_state(optimizer: Optimizer, divided: Mapping[int, DividedParameter], v
     for number, member in enumerate(owned):
         if not member.has_rows(group.rank):
             entries = next(item[number] for rank, item in enumerate(everyone) if member.has_rows(rank))
+            if not entries and member.parameter not in optimizer.state:
+                continue
             before = optimizer.state.setdefault(member.parameter, {})
             shown = {entry.key: show_shared(entry, before.get(entry.key), member, values) for entry in entries}
             before.clear()

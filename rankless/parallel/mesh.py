@@ -115,6 +115,13 @@ class Mesh:
         number = next(number for number, known in enumerate(self.axes) if known is axis)
         return rank // math.prod(inner.size for inner in self.axes[number + 1 :]) % self.axes[number].size
 
+    def list_ranks_along(self, axis: WorkerGroup) -> list[int]:
+        """Return the ranks in the mesh of the workers along an axis; see Note [axes]."""
+        number = next(number for number, known in enumerate(self.axes) if known is axis)
+        stride = math.prod(inner.size for inner in self.axes[number + 1 :])
+        first = self.rank - self.axes[number].rank * stride
+        return [first + place * stride for place in range(self.axes[number].size)]
+
     def check_sync_point(
         self,
         text: str,

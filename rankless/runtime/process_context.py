@@ -31,7 +31,6 @@ from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
-from rankless.ownership.shard_layout import choose_copy_holders
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
@@ -114,8 +113,11 @@ class ProcessContext:
 
     def _number_workers(self, mesh: Mesh) -> StartedWorkers:
         """Return the workers with which the run begins."""
-        hosts = () if self._config is None else self._config.hosts_of_copies
-        return replace(StartedWorkers.of(mesh), hosts=hosts, copy_holders=choose_copy_holders(hosts))
+        hosts, axes = ((), ()) if self._config is None else (self._config.hosts_of_copies, self._config.mesh)
+        has_others = any(axis.role != "data" and axis.size > 1 and not axis.stage_workers for axis in axes)
+        return replace(
+            StartedWorkers.of(mesh), axes=tuple(axes) if has_others else (), hosts=hosts, present_hosts=hosts
+        )
 
     @property
     def sees_one_process(self) -> bool:

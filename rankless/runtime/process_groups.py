@@ -20,11 +20,13 @@ from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import ONE_RANK_PER_HOST, HostsGroup, open_hosts_group
 from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
 from rankless.collectives.backends.shared_group import NO_MEMORY, SEVERAL_HOSTS, SharedGroup, open_shared_group
+from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.config import environment
 from rankless.config.run_config import Backend
 from rankless.config.shared_memory_support import Support
 from rankless.errors import JoinError
 from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
+from rankless.records.encoding import encode_msgpack
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.hooks.init_process_group import find_original_init
 from rankless.runtime.rendezvous.find_rendezvous import print_notice
@@ -220,6 +222,25 @@ def make_world_mesh(device: torch.device, axes: Sequence[PlannedAxis] = ()) -> M
         for axis in divided
     )
     return Mesh(rank=rank, size=size, device=device, group=world, axes=made_axes)
+
+
+def make_group_of_equals(mesh: Mesh, key: Sequence[int]) -> Mesh:
+    """Return those workers of a mesh that have the same key, with a group of their own. Collective.
+
+    Args:
+        mesh: All workers.
+        key: The numbers of this one; none on all workers if all are equal.
+    """
+    if not key or mesh.size == 1:
+        return mesh
+    keys = all_gather_bytes(encode_msgpack(list(key)), mesh=mesh)
+    chosen = mesh
+    for each in dict.fromkeys(keys) if len(set(keys)) > 1 else ():
+        ranks = [rank for rank, known in enumerate(keys) if known == each]
+        group = dist.new_group(ranks) if len(ranks) > 1 else None
+        if mesh.rank in ranks:
+            chosen = Mesh(rank=ranks.index(mesh.rank), size=len(ranks), device=mesh.device, group=group)
+    return chosen
 
 
 def read_role(axis: PlannedAxis) -> AxisRole:

@@ -5,28 +5,34 @@ The agent ends the round of a lost worker, and starts the next one when all othe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
+from math import prod
 from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
+from rankless.config.mesh_option import AXES
 from rankless.config.run_config import Backend
 from rankless.context.events_of_all_ranks import JointEvents
-from rankless.context.raised_errors import is_of_another_rank
+from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
 from rankless.context.world import PipelineStages, World
-from rankless.errors import CollectiveError
-from rankless.ownership.shard_layout import choose_copy_holders
+from rankless.errors import CollectiveError, LostWorkerError
+from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.state_owner import StateOwner
-from rankless.parallel.mesh import Mesh, MeshAxis
+from rankless.parallel.mesh import Mesh, MeshAxis, find_pipeline_axis, list_state_axes
 from rankless.records.encoding import encode_msgpack
+from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.hooks.torch_settings import find_original_destroy
-from rankless.runtime.process_groups import make_world_group, make_world_mesh
+from rankless.runtime.process_groups import make_group_of_equals, make_world_group, make_world_mesh
 
 Result = TypeVar("Result")
 
@@ -75,6 +81,8 @@ class WorkerRecovery:
         self._is_inside = False
         self._divided: World | None = None
         """The world in which workers have divided states, until those of a lost one are taken over."""
+        self._levels: list[ShardedStateOwner] = []
+        """The owners in it whose states are not whole yet, from the innermost."""
 
     def begin(self, world: World) -> None:
         """Make operations in a world, in which all workers are.
@@ -118,15 +126,20 @@ class WorkerRecovery:
     def _take_over(self, *, is_in_step: bool) -> None:
         """Take over the states of lost workers; see Note [states of lost workers]. An operation of its own."""
         while self._divided is not None:
-            owner = self._divided.owner
+            if not self._levels:
+                self._divided = None
+                return
+            owner = self._levels[0]
 
-            def collect(world: World, owner: StateOwner = owner) -> Callable[[], None]:
-                return owner.collect_states(world.mesh, with_gradients=is_in_step)
+            def collect(world: World, owner: ShardedStateOwner = owner) -> Callable[[], None]:
+                group = make_group_of_equals(world.mesh, owner.outer_ranks)
+                with raised_by_all(world.mesh):
+                    return owner.collect_states(group, with_gradients=is_in_step)
 
             collected = self._try(collect, lambda: False)
             if collected:
                 collected[0]()
-                self._divided = None
+                self._levels.remove(owner)
 
     def _try(self, attempt: Callable[[World], Result], commits: Callable[[], bool]) -> list[Result]:
         """Return what an operation returns; nothing if a worker was lost, and all others begin it again."""
@@ -187,8 +200,11 @@ class WorkerRecovery:
         world, passed, counted = self._member.join_next_round(self._join)
         if before.numbering.has_copies and self._divided is None:
             self._divided = before
+            self._levels = before.owner.list_levels() if isinstance(before.owner, ShardedStateOwner) else []
         self._world, self._passed, self._counted = world, passed, counted
         self._enter(world)
+        if world.numbering.axes:
+            world.notify(describe_new_mesh(before.mesh, world.mesh))
         self._joint.regroup(world.numbering, counted)
         self._member.report_joined()
 
@@ -200,18 +216,39 @@ class WorkerRecovery:
         gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
         everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
-        hosts = [started.hosts[each.worker] for each in everyone] if started.hosts else ()
-        numbering = replace(started, lost=lost, round=joined.number, copy_holders=choose_copy_holders(hosts))
+        hosts = tuple(started.hosts[each.worker] for each in everyone) if started.hosts else ()
+        numbering = replace(started, lost=lost, round=joined.number, present_hosts=hosts)
         passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
         mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
-        pipeline = PipelineStages(stages=world.pipeline.stages)
+        if started.axes:
+            arranged = make_world_mesh(mesh.device, choose_axes(started.axes, mesh.size))
+            mesh = replace(mesh, axes=arranged.axes)
+        before, after = find_pipeline_axis(self.world.mesh), find_pipeline_axis(mesh)
+        has_same_stages = bool(started.kinds) or (before and before.size) == (after and after.size)
+        pipeline = PipelineStages(stages=world.pipeline.stages) if has_same_stages else PipelineStages()
         return replace(world, started=numbering, mesh=mesh, pipeline=pipeline), passed, counted
 
     def _abort(self) -> None:
-        """End the waits of this process in its group, whose round has ended. Called from another thread."""
-        group = self.world.mesh.group
-        if isinstance(group, SharedMemoryProcessGroup):
-            group.abort()
+        """End the waits of this process in its groups, whose round has ended. Called from another thread."""
+        for group in list(distributed_c10d._world.pg_map):
+            if isinstance(group, SharedMemoryProcessGroup):
+                group.abort()
+
+
+@contextmanager
+def raised_by_all(mesh: Mesh) -> Iterator[None]:
+    """Within the context, all workers of a mesh raise the `LostWorkerError` of one of them. Collective."""
+    own = None
+    try:
+        yield
+    except LostWorkerError as error:
+        own = error
+    texts = all_gather_bytes(b"" if own is None else encode_msgpack(describe_error(own)), mesh=mesh)
+    if own is not None:
+        raise own
+    for rank, text in enumerate(texts):
+        if text:
+            raise make_same_error(msgspec.msgpack.decode(text, type=RaisedError), rank=rank)
 
 
 def _has_group_failed(error: BaseException | None) -> bool:
@@ -249,6 +286,38 @@ def join_round_world(before: World, joined: Round, backend: Backend) -> tuple[Wo
     if detector is not None:
         detector.open()
     return replace(before, mesh=replace(mesh, desync_detector=detector)), end
+
+
+def choose_axes(axes: Sequence[PlannedAxis], count: int) -> tuple[PlannedAxis, ...]:
+    """Return the axes of the mesh of the workers that are left, of whom each has a part of the work.
+
+    The axes other than `data` keep as many workers as they can: their sizes divide those of before, and all together
+    the number of workers. The axis `data` has the rest.
+
+    Args:
+        axes: The axes with which the run began, from the outermost.
+        count: The number of workers.
+
+    Example:
+        >>> tensor, data = (PlannedAxis(name=name, role=name, size=2) for name in ("tensor", "data"))
+        >>> [(axis.name, axis.size) for axis in choose_axes([data, tensor], 3)]
+        [('data', 3), ('tensor', 1)]
+    """
+    begun = {axis.name: axis.size for axis in axes if axis.role != "data"}
+    possible = [[size for size in range(1, most + 1) if most % size == 0] for most in begun.values()]
+    fitting = [sizes for sizes in product(*possible) if count % prod(sizes) == 0]
+    # Of those with as many workers along other axes, keep the inner axes, whose workers are neighbours.
+    best = max(fitting, key=lambda sizes: (prod(sizes), sizes[::-1]))
+    sizes = dict(zip(begun, best, strict=True)) | {"data": count // prod(best)}
+    return tuple(PlannedAxis(name=name, role=name, size=sizes[name]) for name in AXES if name in sizes)
+
+
+def describe_new_mesh(before: Mesh, now: Mesh) -> str:
+    """Return what has changed for the workers that are left."""
+    shares = [prod(axis.size for axis in list_state_axes(mesh) if axis.role != "data") for mesh in (before, now)]
+    memory = f"; each worker has {shares[0] / shares[1]:g} times as much of the model" if shares[0] > shares[1] else ""
+    meshes = [", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes) for mesh in (now, before)]
+    return f"the mesh is {meshes[0]} instead of {meshes[1]}{memory}"
 
 
 def arrange_kinds(mesh: Mesh, members: Sequence[int], kinds: Sequence[Sequence[int]]) -> Mesh:

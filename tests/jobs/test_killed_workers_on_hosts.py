@@ -52,7 +52,7 @@ def test_the_others_continue(hosts: Hosts, tmp_path: Path, plain, name: str):
     job = start(hosts, tmp_path, kills)
     out, err = job.communicate(timeout=240)
     assert job.returncode == 0, out + err
-    require_same_training(tmp_path, plain, least=left)
+    require_same_training(tmp_path, plain, left=left)
     assert summary_of(tmp_path).lost_workers == 4 - left
 
 
@@ -64,7 +64,7 @@ def test_the_others_have_copies_of_shards(hosts: Hosts, tmp_path: Path, kind: st
     out, err = job.communicate(timeout=240)
     assert job.returncode == 0, out + err
     (tmp_path / "plain").mkdir()
-    require_same_training(tmp_path, run_plain(tmp_path / "plain", kind), least=left)
+    require_same_training(tmp_path, run_plain(tmp_path / "plain", kind), left=left)
 
 
 @pytest.mark.parametrize("worker", [1, 2])
@@ -74,7 +74,7 @@ def test_a_frozen_worker_of_any_host_is_killed_and_the_others_continue(hosts: Ho
     assert job.returncode == 0, out + err
     assert re.search(rf"rankless: rank {worker} did not arrive: it is stopped by a signal", err), err
     assert re.search(rf"worker {worker} .*was killed by SIGKILL; 3 workers continue\n", err), err
-    require_same_training(tmp_path, plain, least=3)
+    require_same_training(tmp_path, plain, left=3)
 
 
 def test_the_others_continue_if_a_host_cannot_be_reached(hosts: Hosts, tmp_path: Path, plain):
@@ -87,7 +87,7 @@ def test_the_others_continue_if_a_host_cannot_be_reached(hosts: Hosts, tmp_path:
     finally:
         hosts.link("b", up=True)
     assert job.returncode == 0, out + err
-    require_same_training(tmp_path, plain, least=2)
+    require_same_training(tmp_path, plain, left=2)
     assert re.search(r"host b was lost: .+; 2 workers ended there; 2 workers continue", err)
 
 
@@ -97,4 +97,4 @@ def test_with_one_worker_on_each_host_the_option_decides(hosts: Hosts, tmp_path:
     out, err = job.communicate(timeout=240)
     assert job.returncode == (0 if options else 137), out + err
     if options:
-        require_same_training(tmp_path, plain, least=1)
+        require_same_training(tmp_path, plain, left=1)

@@ -1,4 +1,4 @@
-"""Scripts of jobs with `zero=` whose workers are killed. On one device their jobs are plain PyTorch."""
+"""Scripts of jobs whose workers divide states, and of whom some are killed. On one device they are plain PyTorch."""
 
 import os
 import subprocess
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from support.lost_workers import KILLS_OF_WORKERS
 from support.warm_runs import rankless
+
+from rankless.config.mesh_option import count_workers, parse_mesh
 
 BEGIN = (
     KILLS_OF_WORKERS
@@ -52,8 +54,8 @@ def write_shards(optimizers):
 
 
 def finish(*models, optimizers):
-    if any(worker == str(RANK) for worker, *_ in KILLS):
-        time.sleep(30)  # killed meanwhile: after all others have ended, it would end the run
+    await_kill()
+    rankless.save("end", model=models[0])
     if "SHARDS" in os.environ:
         write_shards(optimizers)
     results = {
@@ -66,7 +68,7 @@ def finish(*models, optimizers):
 """
 )
 JOB = """
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None)
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 """
@@ -84,7 +86,7 @@ finish(net, average, optimizers=[optimizer])
 """,
     "changed parameters and states": """
 optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO, gradient_norm=True)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, gradient_norm=True)
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 def after(step):
@@ -103,10 +105,10 @@ finish(net, optimizers=[optimizer])
 judge = nn.Sequential(nn.Linear(1, 9), nn.Tanh(), nn.Linear(9, 1))
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
 other = torch.optim.RMSprop(judge.parameters(), lr=0.01)
-@rankless.job(model={"judge": judge, "net": net}, optimizer=other, zero=ZERO)
+@rankless.job(model={"judge": judge, "net": net}, optimizer=other, zero=ZERO or None)
 def first(rows, wanted):
     return judge(net(rows)).square().mean() - judge(wanted).tanh().mean()
-@rankless.job(model={"judge": judge, "net": net}, optimizer=optimizer, zero=ZERO)
+@rankless.job(model={"judge": judge, "net": net}, optimizer=optimizer, zero=ZERO or None)
 def second(rows):
     return -judge(net(rows)).tanh().mean()
 def both(rows, wanted):
@@ -118,7 +120,7 @@ finish(net, judge, optimizers=[optimizer, other])
 """,
     "steps that the script ends": """
 optimizer = torch.optim.Adagrad(net.parameters(), lr=0.05)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO, accumulate=4)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, accumulate=4)
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 def after(step):
@@ -132,10 +134,10 @@ finish(net, optimizers=[optimizer])
 """,
     "sums beside another job": """
 optimizer = torch.optim.RAdam(net.parameters(), lr=0.01)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO, accumulate=5)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, accumulate=5)
 def summed(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None)
 def train(rows, wanted):
     return nn.functional.l1_loss(net(rows), wanted)
 def both(rows, wanted):
@@ -167,7 +169,7 @@ finish(net, optimizers=[optimizer])
     "Muon": """
 optimizer = torch.optim.Muon([each for each in net.parameters() if each.dim() == 2], lr=0.01)
 other = torch.optim.AdamW([each for each in net.parameters() if each.dim() != 2], lr=0.01)
-@rankless.job(model=net, optimizer=[optimizer, other], zero=ZERO)
+@rankless.job(model=net, optimizer=[optimizer, other], zero=ZERO or None)
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 run(train)
@@ -183,7 +185,7 @@ finish(net, optimizers=[optimizer])
 with rankless.deferred():
     net = nn.Sequential(nn.Linear(6, 13), nn.LayerNorm(13), nn.GELU(), nn.Linear(13, 1))
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO, offload=True)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, offload=True)
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=12)
@@ -192,7 +194,7 @@ finish(net, optimizers=[optimizer])
 """,
     "frozen for a while": """
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO, accumulate=3)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, accumulate=3)
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 def after(step):
@@ -203,11 +205,106 @@ run(train, after)
 finish(net, optimizers=[optimizer])
 """,
 }
+FORMS_OF_MESHES = {
+    "transformer": """
+class Block(nn.Module):
+    def __init__(self, features=8, heads=2):
+        super().__init__()
+        self.heads, self.first, self.second = heads, nn.LayerNorm(features), nn.LayerNorm(features)
+        self.queries, self.out = nn.Linear(features, 3 * features), nn.Linear(features, features)
+        self.up, self.down, self.drop = nn.Linear(features, 32), nn.Linear(32, features), nn.Dropout(0.1)
+
+    def forward(self, words):
+        batch, length, features = words.shape
+        parts = self.queries(self.first(words)).view(batch, length, 3, self.heads, features // self.heads)
+        attended = nn.functional.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4), is_causal=True)
+        words = words + self.drop(self.out(attended.transpose(1, 2).reshape(batch, length, features)))
+        return words + self.down(nn.functional.gelu(self.up(self.second(words))))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(11, 8), nn.Parameter(torch.randn(6, 8) * 0.1)
+        self.blocks, self.norm = nn.ModuleList(Block() for _ in range(4)), nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, words):
+        values = self.words(words) + self.positions
+        for block in self.blocks:
+            values = block(values)
+        return self.head(self.norm(values))
+
+
+net = Transformer()
+words = (features * 5).long().abs() % 11
+loader = rankless.loader(torch.utils.data.TensorDataset(words, words.roll(-1, 1)), batch_size=16, shuffle=True)
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, clip_norm=1.0, accumulate=2)
+def train(words, following):
+    return nn.functional.cross_entropy(net(words).flatten(0, 1), following.flatten())
+def after(step):
+    if step in (3, 8):
+        losses.append(float(net.blocks[1].up.weight.sum()))
+    if step == 5:
+        rankless.save("kept", model=net, optimizer=optimizer)
+    if step == 9:
+        rankless.load("kept", model=net, optimizer=optimizer)
+run(train, after)
+finish(net, optimizers=[optimizer])
+""",
+    "experts": """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(6, 4)
+        self.up, self.down = nn.Parameter(torch.randn(4, 6, 10) * 0.3), nn.Parameter(torch.randn(4, 10, 6) * 0.3)
+
+    def forward(self, rows):
+        hidden = torch.relu(torch.einsum("bi,eih->ebh", rows, self.up))
+        weights = torch.softmax(self.gate(rows), -1)
+        return torch.einsum("be,ebo->bo", weights, torch.einsum("ebh,eho->ebo", hidden, self.down))
+
+
+net = nn.Sequential(nn.Linear(6, 6), Experts(), nn.LayerNorm(6), nn.Linear(6, 1))
+optimizer = torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True)
+JOB
+run(train)
+finish(net, optimizers=[optimizer])
+""",
+    "tied and frozen": """
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale = nn.Linear(6, 7, bias=False), nn.Parameter(torch.tensor(0.5))
+        self.between, self.last = nn.Conv1d(7, 7, 1), nn.Linear(6, 1)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(5))
+
+    def forward(self, rows):
+        self.calls += 1
+        hidden = self.between(torch.tanh(self.first(rows))[:, :, None])[:, :, 0]
+        return self.last(hidden @ self.first.weight) * self.scale
+
+
+net = Tied()
+first = [net.first.weight, net.scale, net.frozen]
+others = [*net.between.parameters(), *net.last.parameters()]
+optimizer = torch.optim.Adam([{"params": first}, {"params": others, "lr": 0.02}], lr=0.01)
+JOB
+@rankless.job(model=net)
+def evaluate(rows):
+    return net(rows).sum()
+run(train, lambda step: losses.append(float(evaluate(features))) if step % 5 == 4 else None)
+finish(net, optimizers=[optimizer])
+""",
+}
 LEVELS = ("optimizer", "gradients", "parameters")
 
 
 def write_script(folder: Path, form: str) -> None:
-    (folder / "script.py").write_text(BEGIN + FORMS[form].replace("JOB\n", JOB))
+    (folder / "script.py").write_text(BEGIN + (FORMS | FORMS_OF_MESHES)[form].replace("JOB\n", JOB))
 
 
 def run_alone(folder: Path, form: str, level: str) -> dict:
@@ -223,6 +320,24 @@ def run_killed(
     folder: Path, form: str, level: str, workers: int, kills: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Train with some workers, of which some are killed; `kills` as in `lost_workers.run_killed`."""
+    return run_killed_on_mesh(folder, form, level, f"data={workers}", kills, copies=1, **variables)
+
+
+def run_killed_on_mesh(
+    folder: Path, form: str, level: str, mesh: str, kills: str, *, copies: int, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The same on a mesh, with or without copies of states. Without a level, jobs have no `zero=`."""
     write_script(folder, form)
-    command = ("run", "-n", str(workers), "--devices", "cpu", "--copies", "1", "script.py")
+    command = (
+        "run",
+        "-n",
+        str(count_workers(parse_mesh(mesh))),
+        "--devices",
+        "cpu",
+        "--copies",
+        str(copies),
+        "--mesh",
+        mesh,
+        "script.py",
+    )
     return rankless(*command, folder=folder, KILLS=kills, ZERO=level, **variables)

@@ -15,6 +15,7 @@ import rankless
 
 RANK = int(os.environ.get("RANK", 0))
 KILLS = [part.split(":") for part in os.environ.get("KILLS", "").split(",") if part]
+pending = []
 
 
 def reach(moment):
@@ -39,7 +40,13 @@ def reach(moment):
         elif at == moment and worker == str(RANK):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            subprocess.Popen(["sh", "-c", f"sleep {float(delay) / 1000}; kill -9 {os.getpid()}"])
+            pending.append(subprocess.Popen(["sh", "-c", f"sleep {float(delay) / 1000}; kill -9 {os.getpid()}"]))
+
+
+def await_kill():
+    # before something that all workers do: a kill after all others have ended would end the run
+    if pending:
+        time.sleep(30)
 """
 
 TRAINING = (
