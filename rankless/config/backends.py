@@ -167,8 +167,6 @@ def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
     has_replicas = bool(sizes.keys() & {"data", "sequence"})
     if sizes and not has_replicas and not request.copies and not _find_kinds(config):
         return f"the axis {next(iter(sizes))} and no axis data: each worker alone has a part of the model"
-    if request.plan is not None:
-        return "a plan: workers may have parts of the model"
     if request.recording is not None or request.observation != RunObservation():
         return "a run that is recorded"
     if config.view.is_logical:

@@ -124,7 +124,7 @@ class StartedWorkers:
     kinds: tuple[tuple[int, ...], ...] = ()
     """The workers of each kind, lost ones included, where some are heterogeneous."""
     axes: tuple[PlannedAxis, ...] = ()
-    """The axes of the mesh, if it has others than `data`."""
+    """The axes of the mesh, if it has others than `data` or the run was given a plan."""
     hosts: tuple[int, ...] = ()
     """The host of each, lost ones included, if workers keep copies of others' shards."""
     present_hosts: tuple[int, ...] = ()

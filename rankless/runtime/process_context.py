@@ -113,11 +113,12 @@ class ProcessContext:
 
     def _number_workers(self, mesh: Mesh) -> StartedWorkers:
         """Return the workers with which the run begins."""
-        hosts, axes = ((), ()) if self._config is None else (self._config.hosts_of_copies, self._config.mesh)
-        has_others = any(axis.role != "data" and axis.size > 1 and not axis.stage_workers for axis in axes)
-        return replace(
-            StartedWorkers.of(mesh), axes=tuple(axes) if has_others else (), hosts=hosts, present_hosts=hosts
-        )
+        config, started = self._config, StartedWorkers.of(mesh)
+        if config is None:
+            return started
+        has_others = any(axis.role != "data" and axis.size > 1 and not axis.stage_workers for axis in config.mesh)
+        axes = config.mesh if has_others or config.plan is not None else ()
+        return replace(started, axes=axes, hosts=config.hosts_of_copies, present_hosts=config.hosts_of_copies)
 
     @property
     def sees_one_process(self) -> bool:

@@ -204,7 +204,8 @@ class WorkerRecovery:
         self._world, self._passed, self._counted = world, passed, counted
         self._enter(world)
         if world.numbering.axes:
-            world.notify(describe_new_mesh(before.mesh, world.mesh))
+            plan = ", without the plan that was given" if before.settings.plan is not None else ""
+            world.notify(describe_new_mesh(before.mesh, world.mesh) + plan)
         self._joint.regroup(world.numbering, counted)
         self._member.report_joined()
 
@@ -226,7 +227,8 @@ class WorkerRecovery:
         before, after = find_pipeline_axis(self.world.mesh), find_pipeline_axis(mesh)
         has_same_stages = bool(started.kinds) or (before and before.size) == (after and after.size)
         pipeline = PipelineStages(stages=world.pipeline.stages) if has_same_stages else PipelineStages()
-        return replace(world, started=numbering, mesh=mesh, pipeline=pipeline), passed, counted
+        settings = replace(world.settings, plan=None)  # it was for more workers
+        return replace(world, started=numbering, mesh=mesh, pipeline=pipeline, settings=settings), passed, counted
 
     def _abort(self) -> None:
         """End the waits of this process in its groups, whose round has ended. Called from another thread."""

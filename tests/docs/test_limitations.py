@@ -62,11 +62,13 @@ SHOWN_BY = {
     ),
     "`rankless status` lists": "::test_status_says_which_runs_it_leaves_out",
     "Runs of jobs on CPUs": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
-    "With `zero=` such a": "jobs/test_lost_shards.py::test_a_worker_and_the_one_with_its_copy_are_lost_together",
+    "With `zero=`, and": "jobs/test_lost_workers_of_meshes.py::test_a_job_with_zero_on_a_mesh_needs_copies",
+    "It ends if all workers": "jobs/test_lost_shards.py::test_a_worker_and_the_one_with_its_copy_are_lost_together",
     "Other runs end with": (
         "jobs/test_killed_workers.py::test_a_job_that_cannot_go_on_ends_and_the_killed_worker_is_the_cause"
     ),
     "A lost worker is": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
+    "Fewer workers may": "jobs/test_lost_workers_of_meshes.py::test_a_mesh_keeps_its_other_axes_where_it_can",
     "`--restarts` needs": "launch/test_restarts.py::test_restarts_that_no_run_can_have_are_refused",
     "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "`--mesh` with": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",

@@ -67,6 +67,24 @@ def test_the_others_have_copies_of_shards(hosts: Hosts, tmp_path: Path, kind: st
     require_same_training(tmp_path, run_plain(tmp_path / "plain", kind), left=left)
 
 
+@pytest.mark.parametrize("name", KILLS)
+def test_the_others_continue_on_a_mesh_of_their_own(hosts: Hosts, tmp_path: Path, name: str):
+    kills, left = KILLS[name]
+    kills = kills.replace("0:once0:0,3:14", "0:once0:0,2:14")  # 0 and 3 alone have the same part after the first loss
+    job = start(hosts, tmp_path, kills, "--mesh", "data=2,tensor=2", kind="accumulate")
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, out + err
+    (tmp_path / "plain").mkdir()
+    require_same_training(tmp_path, run_plain(tmp_path / "plain", "accumulate"), left=left)
+
+
+def test_a_lost_host_with_all_workers_of_a_stage_ends_the_run(hosts: Hosts, tmp_path: Path):
+    job = start(hosts, tmp_path, "host:9:0", "--mesh", "pipeline=2,data=2", kind="accumulate")
+    out, err = job.communicate(timeout=240)
+    assert job.returncode not in (0, None), out + err
+    assert "and its optimizer state, or a copy of them" in out + err
+
+
 @pytest.mark.parametrize("worker", [1, 2])
 def test_a_frozen_worker_of_any_host_is_killed_and_the_others_continue(hosts: Hosts, tmp_path, plain, worker: int):
     job = start(hosts, tmp_path, f"{worker}:9:frozen", "--hang-timeout", "4")

@@ -9,8 +9,10 @@ import torch
 from collectives.backends.shared_groups import NEEDS_SHARED_GROUPS
 from support.killed_jobs import require_same_training, run_plain
 from support.killed_jobs import run_killed as run_killed_job
+from support.killed_jobs import write_script as write_killed_job
 from support.lost_shards import FORMS, FORMS_OF_MESHES, LEVELS, run_alone, run_killed_on_mesh
 from support.server_jobs import summary_of
+from support.warm_runs import rankless
 
 from rankless.config.mesh_option import count_workers, format_mesh, parse_mesh
 from rankless.runtime.worker_recovery import choose_axes
@@ -130,6 +132,23 @@ def test_a_kill_at_each_moment_changes_no_number(tmp_path: Path, plain, name: st
     left = 4 - len(kills.split(","))
     require_same_training(tmp_path, plain, left=left)
     assert summary_of(tmp_path).lost_workers == 4 - left
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "copies"), [("data=2,tensor=2", "0"), ("data=2,pipeline=2", "0"), ("data=4", "1")])
+def test_a_run_with_a_plan_continues_without_it(tmp_path: Path, mesh: str, copies: str):
+    kind = "accumulate" if copies == "0" else "zero gradients accumulate"
+    write_killed_job(tmp_path, kind)
+    planned = rankless(
+        "plan", "-n", "4", "--devices", "cpu", "--mesh", mesh, "--save", "plan.json", "script.py", folder=tmp_path
+    )
+    assert planned.returncode == 0, planned.stderr
+    options = ("-n", "4", "--copies", copies, "--plan", "plan.json")
+    done = run_killed_job(tmp_path, kind, "1:7:0", *options)
+    assert done.returncode == 0, done.stderr
+    assert "without the plan that was given" in done.stderr
+    (tmp_path / "plain").mkdir()
+    require_same_training(tmp_path, run_plain(tmp_path / "plain", kind), left=3)
 
 
 @pytest.mark.exhaustive

@@ -151,9 +151,13 @@ def run_plain(folder: Path, kind: str) -> dict:
     return torch.load(folder / "plain.pt")
 
 
+def write_script(folder: Path, kind: str) -> None:
+    (folder / "script.py").write_text(f"KIND = {kind!r}\n{TRAINING}")
+
+
 def run_killed(folder: Path, kind: str, kills: str, *options: str) -> subprocess.CompletedProcess[str]:
     """Train with 3 workers, or as options say, of which some are killed; `kills` as in `lost_workers.run_killed`."""
-    (folder / "script.py").write_text(f"KIND = {kind!r}\n{TRAINING}")
+    write_script(folder, kind)
     copies = ("--copies", "1") if kind in ZERO_KINDS else ()
     command = ("run", "-n", "3", "--devices", "cpu", *copies, *options, "script.py")
     return rankless(*command, folder=folder, KILLS=kills)

@@ -52,6 +52,7 @@ class HostsGroup:
         everyone: GlooExchange,
     ) -> None:
         self.layout, self._local, self._everyone = layout, local, everyone
+        self.must_be_abortable = member.must_be_abortable
         self._exchanges = (everyone,) if leaders is None else (everyone, leaders)
         self.signals = HostWaits(member, layout, local=local, exchanges=self._exchanges, failure=failure)
         names = [member.global_ranks[rank] for rank in layout.leaders]

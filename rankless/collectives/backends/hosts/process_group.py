@@ -81,6 +81,8 @@ class HierarchicalProcessGroup(SharedMemoryProcessGroup):
         shared: Any = hosts  # it has the attributes that the base class uses
         super().__init__(store, member, shared, name)
         self._description = HIERARCHICAL
+        self.must_be_abortable = hosts.must_be_abortable
+        """Whether a rank must be able to end the group, and groups of some of its ranks, for all."""
 
     @property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
@@ -133,8 +135,8 @@ def register_hierarchical_backend() -> None:
     """Let `init_process_group`, `new_group` and device meshes make groups of the backend "hierarchical".
 
     Such a group is one in shared memory if all its ranks are on one host, and one of Gloo if every host has one of
-    them, or if a host has no memory to share. If the default group is hierarchical, new groups are too unless they name
-    another backend.
+    them and no rank must be able to end it for all, or if a host has no memory to share. If the default group is
+    hierarchical, new groups are too unless they name another backend.
 
     Example:
         >>> register_hierarchical_backend()
@@ -147,7 +149,9 @@ def register_hierarchical_backend() -> None:
 
 def _make_registered_group(options: Any, opened: HostsGroup | None) -> Any:
     """Return the group that torch then registers. `opened` is what the default group runs in."""
-    member = read_membership(options)
+    default = dist.group.WORLD
+    is_abortable = isinstance(default, HierarchicalProcessGroup) and default.must_be_abortable
+    member = replace(read_membership(options), must_be_abortable=is_abortable)
     found = opened if isinstance(opened, HostsGroup) else open_hosts_group(options.store, member, options.timeout)
     if isinstance(found, HostsGroup):
         return HierarchicalProcessGroup(options.store, member, found, options.group_id)
