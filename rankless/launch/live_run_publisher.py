@@ -12,7 +12,7 @@ import msgspec
 from rankless.config.run_config import RunConfig
 from rankless.launch.run_setup import ReadyJob
 from rankless.records.encoding import encode_json
-from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, Started
+from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, SlowRankChanged, Started
 from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveWorker, ProcessRow
 from rankless.records.shared_record import RecordWriter, open_shared_file
 
@@ -41,9 +41,16 @@ class LiveRunPage:
         self.publish()
 
     def receive(self, record: AnyRecord) -> None:
-        """Take note of the start and the end of a worker and of its script, also on another host, and of lost hosts."""
+        """Take note of the start and the end of a worker and of its script, also on another host, of lost hosts, and
+        of slow ranks.
+        """
         if self._run is not None and isinstance(record, HostLost) and record.is_covered:
             self._run = msgspec.structs.replace(self._run, lost_hosts=(*self._run.lost_hosts, record.host))
+            self._has_changed = True
+        if self._run is not None and isinstance(record, SlowRankChanged):
+            others = [each for each in self._run.slow_ranks if each.rank != record.rank]
+            slow = others if record.is_over else [*others, record.slow]
+            self._run = msgspec.structs.replace(self._run, slow_ranks=tuple(slow))
             self._has_changed = True
         if self._run is None or not isinstance(record, Started | ScriptFinished | Exited):
             return
@@ -56,6 +63,8 @@ class LiveRunPage:
             changed = msgspec.structs.replace(workers[record.rank], has_finished=True)
         else:
             changed = msgspec.structs.replace(workers[record.rank], exit_code=record.exit_code)
+            left = tuple(each for each in self._run.slow_ranks if each.rank != record.rank)
+            self._run = msgspec.structs.replace(self._run, slow_ranks=left)
         workers[record.rank] = changed
         self._run = msgspec.structs.replace(self._run, workers=tuple(workers))
         self._has_changed = True
@@ -88,7 +97,7 @@ def measure_live_run(config: RunConfig, job: ReadyJob, *, folder: str) -> int:
     path_bytes = len(os.path.abspath(folder)) * 6  # of a character in JSON
     program_bytes = 6 * sum(map(len, (config.program.text, *config.program.arguments, *job.names)))
     process_count = sum(len(each.addresses) for each in job.start.roles.values())
-    workers = job.start.world_size * (512 + path_bytes)
+    workers = job.start.world_size * (640 + path_bytes)
     return (_FIXED_BYTES + program_bytes + workers + process_count * (_PROCESS_BYTES + path_bytes)) // 8 * 8
 
 

@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.encoding import encode_bounded_msgpack
+from rankless.records.run_status import SlowRank
 
 NO_RANK = -1
 """The rank of records that are about no rank."""
@@ -244,6 +245,23 @@ class HangDetected(Record, frozen=True, tag="hang_detected"):
     """What that process is called; "" if they wait for a rank."""
 
 
+class StepTimes(Record, frozen=True, tag="step_times"):
+    """How long the last steps of a rank have taken. Its host's agent sends it every few seconds."""
+
+    step_seconds: float
+    own_seconds: float
+    """Without the time in collectives, in which a rank waits for slower ones."""
+    period_seconds: float
+    """Over which the steps were measured."""
+
+
+class SlowRankChanged(Record, frozen=True, tag="slow_rank_changed"):
+    """A rank is slow, or no longer slow. Host 0's agent sends it."""
+
+    slow: SlowRank
+    is_over: bool = False
+
+
 AnyRecord = (
     Started
     | Raised
@@ -262,6 +280,8 @@ AnyRecord = (
     | WorkerCut
     | RankStatus
     | HangDetected
+    | StepTimes
+    | SlowRankChanged
 )
 
 

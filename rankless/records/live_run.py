@@ -9,11 +9,12 @@ from typing import Literal
 
 import msgspec
 
+from rankless.records.run_status import SlowRank
 from rankless.records.run_summary import AgentProcess
 
 LIVE_RUN_NAME = "rankless-live-run"
 """The name of the file in memory that has the record of a run."""
-LAYOUT = 3
+LAYOUT = 4
 """Grows when this record or a page that it names changes its meaning."""
 
 ProcessStage = Literal["starting", "serves", "restarting", "ended"]
@@ -91,6 +92,8 @@ class LiveRun(msgspec.Struct, frozen=True, kw_only=True):
     """None before they have started, nor once they have ended."""
     lost_hosts: tuple[str, ...] = ()
     """The names of the lost hosts, without which the run continues."""
+    slow_ranks: tuple[SlowRank, ...] = ()
+    """Of all hosts; on host 0 only."""
 
 
 def identify_agent(descriptor: int) -> AgentProcess:

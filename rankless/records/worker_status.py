@@ -31,12 +31,14 @@ PLACE_REQUEST = b"p"
     REQUESTS,
     REQUEST_PIPE,
     MILLISAMPLES_PER_SECOND,
-) = range(10)
+    COLLECTIVE_NANOSECONDS,
+) = range(11)
 """The fields of the page: the main thread's identity, the number of optimizer steps, the time of the last one
 (`monotonic_ns`), and the worker's descriptor of the page, whose number may differ from the agent's. Then the calls of
 the train job that is called most often, and samples and time of the steps that captured nothing; on rank 0 only. Then
 the worker's descriptor of the pipe that takes requests for stacks, and the number of the pipe's inode; and a thousand
-times the samples of all ranks per second over the last seconds, on rank 0 only.
+times the samples of all ranks per second over the last seconds, on rank 0 only. Then for how long the main thread had
+been in collectives at the end of the last step.
 """
 STEP_TIMES = 16
 """The first of `STEPS_KEPT` fields that have the times of the last steps, in the order of a ring."""
@@ -63,6 +65,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     """The number of the pipe's inode."""
     samples_per_second: float = 0.0
     """Of all ranks, over the last seconds before the last step; 0 if unknown."""
+    collective_seconds: float = 0.0
+    """For how long the main thread had been in collectives at the end of the last step."""
     step_times: tuple[float, ...] = ()
     """The times of the last steps, in seconds of `time.monotonic`, the earliest first."""
 
@@ -93,6 +97,7 @@ def read_page(descriptor: int) -> WorkerStatus:
         requests=fields[REQUESTS],
         request_pipe=fields[REQUEST_PIPE],
         samples_per_second=fields[MILLISAMPLES_PER_SECOND] / 1e3,
+        collective_seconds=fields[COLLECTIVE_NANOSECONDS] / 1e9,
         step_times=tuple(sorted(each / 1e9 for each in fields[STEP_TIMES:] if each)),
     )
 

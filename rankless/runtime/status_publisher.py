@@ -22,8 +22,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+from rankless.records.collective_time import COLLECTIVE_TIME
 from rankless.records.shared_record import RecordWriter
 from rankless.records.worker_status import (
+    COLLECTIVE_NANOSECONDS,
     DESCRIPTOR,
     JOB_STEPS,
     LAST_STEP,
@@ -87,6 +89,7 @@ def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     def count_step(*_arguments: Any) -> None:
         now, count = clock(), fields[STEPS] + 1
         fields[STEP_TIMES + count % STEPS_KEPT] = fields[LAST_STEP] = now
+        fields[COLLECTIVE_NANOSECONDS] = COLLECTIVE_TIME.nanoseconds
         fields[STEPS] = count
 
     return count_step

@@ -23,6 +23,7 @@ def format_status(status: RunStatus, *, script: str | None, arguments: Sequence[
     if status.outcome == "running":
         lines += [f"  {_format_figures(status)}", *_format_workers(status), *_format_processes(status.servers)]
         lines += _format_elsewhere(status)
+        lines += [f"  {each.text}" for each in status.slow_ranks]
         lines += [f"  host {name} was lost, and the run continues without it" for name in status.lost_hosts]
     else:
         lines.append(f"  {_format_figures(status)}")

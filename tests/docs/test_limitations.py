@@ -60,6 +60,7 @@ SHOWN_BY = {
     "A save of a table": (
         "extensions/servers/tables/test_table_steps.py::test_rows_keep_moving_for_as_long_as_their_momentum_lasts"
     ),
+    "Slow ranks are not": ("launch/test_slow_ranks.py::test_no_rank_is_named_where_rankless_does_not_see_who_waits"),
     "`rankless status` lists": "::test_status_says_which_runs_it_leaves_out",
     "Runs of jobs on CPUs": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
     "With `zero=`, and": "jobs/test_lost_workers_of_meshes.py::test_a_job_with_zero_on_a_mesh_needs_copies",

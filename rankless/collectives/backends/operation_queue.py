@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.errors import CollectiveError
+from rankless.records.collective_time import COLLECTIVE_TIME
 
 Outputs = list[Any]
 
@@ -181,7 +182,8 @@ class OperationQueue:
             try:
                 if not self._queued:
                     self.count += 1
-                    self._execute(operation)
+                    with COLLECTIVE_TIME:
+                        self._execute(operation)
                     return SharedMemoryWork(outputs)
             finally:
                 self._running.release()
@@ -220,15 +222,18 @@ class OperationQueue:
 
     def _drive(self, work: SharedMemoryWork, deadline: float | None) -> None:
         """Run queued operations until one of them is done, or wait until the thread has run it."""
-        while not work.is_done:
-            if self._running.acquire(blocking=False):
-                self._run_next()
-                continue
-            remaining = -1.0 if deadline is None else deadline - time.monotonic()
-            if deadline is not None and remaining <= 0:
-                return
-            if work.done.acquire(timeout=remaining):
-                work.done.release()
+        if work.is_done:
+            return
+        with COLLECTIVE_TIME:
+            while not work.is_done:
+                if self._running.acquire(blocking=False):
+                    self._run_next()
+                    continue
+                remaining = -1.0 if deadline is None else deadline - time.monotonic()
+                if deadline is not None and remaining <= 0:
+                    return
+                if work.done.acquire(timeout=remaining):
+                    work.done.release()
 
     def _serve(self) -> None:
         torch.set_grad_enabled(False)

@@ -220,7 +220,7 @@ class ProgramCache:
 
         The next capture for fixed sizes uses it, if it is valid then.
         """
-        captured = self._capture_with_reads(call, ())
+        captured = self._take_early_capture(call) or self._capture_with_reads(call, ())
         require_same_program(captured.program, self._world.mesh)
         self._early_captures[self._logical_key(call.arguments, call.shapes)] = captured
         return captured.program

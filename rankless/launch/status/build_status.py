@@ -56,6 +56,7 @@ def report_running(before: RunReading | None, after: RunReading) -> RunStatus:
         workers=tuple(_report_worker(run, each, before, after) for each in run.workers),
         servers=tuple(_report_process(each, before, after) for each in run.processes),
         lost_hosts=run.lost_hosts,
+        slow_ranks=run.slow_ranks,
     )
 
 
