@@ -17,7 +17,6 @@ from rankless.launch.live_run_publisher import LiveRunPage, make_live_run, measu
 from rankless.launch.ports import require_own_address
 from rankless.launch.run_setup import ReadyJob, set_up_job
 from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
-from rankless.launch.slow_ranks import SlowRanks
 from rankless.launch.supervisor.fork_server_client import (
     ForkServerClient,
     ForkServerPoolClient,
@@ -188,9 +187,6 @@ class HostRun:
         self.live.begin(make_live_run(config, job, folder=folder, pages=pages, log_file=self.report.log_file))
         self._parent: WorkerParent | None = None
         self._watchdog = self._make_watchdog(folder)
-        watched = self._pages if config.hang_timeout_seconds != 0 else ()
-        own_pages = dict(zip((worker.config.rank for worker in self._workers), watched, strict=False))
-        self._slow_ranks = SlowRanks(own_pages, job.start.mesh, is_host_0=job.host_index == 0)
         lead, is_quiet = self._workers[0] if self._workers else None, config.request.agent_output == "quiet"
         streams.write_error("" if is_quiet else self.report.format_opening(lead))
         self._started_rows: Sequence[ProcessRow] = ()
@@ -360,7 +356,6 @@ class HostRun:
         self._table.receive(record)
         self.live.receive(record)
         self._watchdog.receive(record)
-        self._slow_ranks.receive(record)
         if self.report.summary_file is not None:
             self.report.summary_file.receive(record)
         self._on_record(record)
@@ -381,8 +376,7 @@ class HostRun:
         self._show_notices()
         self.live.set_processes(self._list_rows())
         self.live.publish()
-        now = time.monotonic()
-        return [*self._watchdog.tick(now), *self._slow_ranks.tick(now)]
+        return self._watchdog.tick(time.monotonic())
 
     def _show_notices(self) -> None:
         for text in self._due_notices:

@@ -20,13 +20,11 @@ together follows when the step is over, from the innermost owner outwards, becau
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
-from rankless.errors import ConfigError
 from rankless.ownership.adjacent_shards_in_shared_memory import SharedMemoryShards, SharedValue
 from rankless.ownership.host_offload import copy_to_device, copy_to_host
 from rankless.ownership.partitioned_tensor import (
@@ -38,7 +36,13 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
     run_directly,
 )
-from rankless.ownership.shard_layout import ShardLayout, fit_placement, gather_shards, send_to_copies
+from rankless.ownership.planned_shards import (
+    omit_divisions,
+    read_placement,
+    require_same_division,
+    select_divisions,
+)
+from rankless.ownership.shard_layout import ShardLayout, gather_shards, send_to_copies
 from rankless.ownership.sharded_parameters import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.state_owner import GradientSums, Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
@@ -52,7 +56,7 @@ from rankless.ownership.step_on_shards import (
 from rankless.ownership.unread_tensor import UnreadTensor
 from rankless.parallel.mesh import Mesh, MeshAxis, WorkerGroup
 from rankless.parallel.tensor_placement import BlockedShard, Shard
-from rankless.records.parallel_plan import JobPlan, StateDivision, StatePlan
+from rankless.records.parallel_plan import JobPlan, StatePlan
 
 
 class ShardedStateOwner(StateOwner):
@@ -555,28 +559,6 @@ def read_shard(stored: UnreadTensor, layout: ShardLayout, rank: int, device: tor
     return torch.empty_strided(shape, strides, dtype=stored.dtype, device=device).copy_(read)
 
 
-def select_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
-    """Return the plan of a state with its division along one axis only."""
-    return keep_divisions(state, lambda division: division.axis == axis.name)
-
-
-def omit_divisions(state: StatePlan, axis: MeshAxis) -> StatePlan:
-    """Return the plan of a state without its division along one axis."""
-    return keep_divisions(state, lambda division: division.axis != axis.name)
-
-
-def keep_divisions(state: StatePlan, is_kept: Callable[[StateDivision], bool]) -> StatePlan:
-    """Return the plan of a state with some of its divisions. One without any lies on the device."""
-    kept = tuple(filter(is_kept, state.optimizer_state))
-    return msgspec.structs.replace(
-        state,
-        value=tuple(filter(is_kept, state.value)),
-        gradient=tuple(filter(is_kept, state.gradient)),
-        optimizer_state=kept,
-        offloaded=state.offloaded and kept[-1:] == state.optimizer_state[-1:],
-    )
-
-
 def only_for(
     complete: Callable[[str, Tensor], None], tensors: Mapping[str, Tensor], shards: Mapping[str, Tensor]
 ) -> Callable[[str, Tensor], None]:
@@ -587,28 +569,3 @@ def only_for(
             complete(name, tensor)
 
     return complete_whole
-
-
-def read_placement(division: StateDivision, tensor: Tensor) -> Shard | BlockedShard:
-    """Return the placement that a plan describes, for what other axes have left of a tensor."""
-    if division.blocks > 1:
-        return BlockedShard(division.dim, division.lengths)
-    return fit_placement(Shard(division.dim, division.lengths), tensor.shape[division.dim])
-
-
-def require_same_division(
-    known: DividedParameter, placement: Shard | BlockedShard, state: StatePlan, line: str
-) -> None:
-    """Raise `ConfigError` for a parameter that another job divides in another way."""
-    if (known.layout.placement, known.divides_value, known.divides_gradient, known.is_offloaded) != (
-        placement,
-        bool(state.value),
-        bool(state.gradient),
-        state.offloaded,
-    ):
-        raise ConfigError(
-            expected=f"one division of {known.name} between workers",
-            found="another one in an earlier job, with another zero=, offload= or plan",
-            fix="pass the same zero= and offload= to all jobs whose optimizers step it",
-            where=line,
-        )

@@ -14,7 +14,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.encoding import encode_bounded_msgpack
-from rankless.records.run_status import SlowRank
+from rankless.records.number_formatting import format_seconds
 
 NO_RANK = -1
 """The rank of records that are about no rank."""
@@ -253,6 +253,28 @@ class StepTimes(Record, frozen=True, tag="step_times"):
     """Without the time in collectives, in which a rank waits for slower ones."""
     period_seconds: float
     """Over which the steps were measured."""
+
+
+class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank for which the others wait in each step."""
+
+    rank: int
+    since: str
+    """The time of the day, like "15:02:10 UTC"."""
+    own_seconds: float
+    """What its part of a step takes: all but collectives."""
+    usual_seconds: float
+    """The same of other ranks."""
+
+    @property
+    def text(self) -> str:
+        """What the user reads."""
+        own, usual = format_seconds(self.own_seconds), format_seconds(self.usual_seconds)
+        times = f", {self.own_seconds / self.usual_seconds:.1f} times as long as" if self.usual_seconds else ", and"
+        return (
+            f"rank {self.rank} is slow since {self.since}: its part of a step takes {own}{times} {usual} on other "
+            "ranks, which wait for it"
+        )
 
 
 class SlowRankChanged(Record, frozen=True, tag="slow_rank_changed"):

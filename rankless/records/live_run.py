@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.run_status import SlowRank
+from rankless.records.events import SlowRank
 from rankless.records.run_summary import AgentProcess
 
 LIVE_RUN_NAME = "rankless-live-run"

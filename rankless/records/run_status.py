@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from rankless.records.number_formatting import format_seconds
+from rankless.records.events import SlowRank
 from rankless.records.server_activity import ServerActivity
 
 StatusOutcome = Literal["running", "succeeded", "failed", "interrupted", "preempted", "killed", "unknown"]
@@ -70,28 +70,6 @@ class ServerReport(msgspec.Struct, frozen=True, kw_only=True):
     pushed_bytes_per_second: float | None = None
     activity: ServerActivity | None = None
     """What the server itself counts; None if it has published nothing yet."""
-
-
-class SlowRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank for which the others wait in each step."""
-
-    rank: int
-    since: str
-    """The time of the day, like "15:02:10 UTC"."""
-    own_seconds: float
-    """What its part of a step takes: all but collectives."""
-    usual_seconds: float
-    """The same of other ranks."""
-
-    @property
-    def text(self) -> str:
-        """What the user reads."""
-        own, usual = format_seconds(self.own_seconds), format_seconds(self.usual_seconds)
-        times = f", {self.own_seconds / self.usual_seconds:.1f} times as long as" if self.usual_seconds else ", and"
-        return (
-            f"rank {self.rank} is slow since {self.since}: its part of a step takes {own}{times} {usual} on other "
-            "ranks, which wait for it"
-        )
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import pytest
 from support.hosts import two_hosts
 from support.warm_runs import rankless
 
-from rankless.launch.slow_ranks import SlowRanks, find_stage
+from rankless.launch.watchdog.slow_ranks import SlowRanks, find_stage
 from rankless.records.collective_time import CollectiveTime
 from rankless.records.events import Exited, Notice, SlowRankChanged, Started, StepTimes
 from rankless.records.parallel_plan import PlannedAxis
@@ -25,7 +25,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 def train(rows):
     return net(rows).square().mean()
 
-begin = time.monotonic()
+begin = rankless.once(time.monotonic)
 while rankless.once(time.monotonic) < begin + SECONDS:
     time.sleep(0.3 if rankless.rank() == SLOW else 0.1)
     train(torch.ones(12, 64))

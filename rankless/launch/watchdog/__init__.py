@@ -1,4 +1,4 @@
-"""Detect hung jobs and name the rank that the others wait for.
+"""Detect hung jobs and slow ranks, and name the rank that the others wait for.
 
 `watchdog` combines the parts. The supervisor calls it on every tick and passes it every record. Each module adds one
 kind of evidence:
@@ -9,9 +9,10 @@ kind of evidence:
 - `worker_monitor`: the `RankStatus` of each local rank;
 - `role_monitor`: the state of the processes beside the workers;
 - `hang_verdict`: which ranks are missing, also when a collective has timed out, and when to end the job;
-- `report`: the text for the terminal.
+- `report`: the text for the terminal;
+- `slow_ranks`: which ranks take longer than others for their part of each step.
 
-Outputs are `Notice`, `RankStatus` and `HangDetected` records. The watchdog works on Linux only.
+Outputs are `Notice`, `RankStatus`, `HangDetected`, `StepTimes` and `SlowRankChanged` records. The watchdog works on Linux only.
 """
 
 import importlib
@@ -19,5 +20,5 @@ from types import ModuleType
 
 
 def load_part(name: str) -> ModuleType:
-    """Return a module of this package that a run needs only if it stalls or fails, such as `report`."""
+    """Return a module of this package that no start of a run needs, such as `report`."""
     return importlib.import_module(f"rankless.launch.watchdog.{name}")

@@ -33,10 +33,13 @@ from rankless.records.worker_status import open_page
 
 if TYPE_CHECKING:
     from rankless.launch.watchdog.hang_verdict import HangDiagnosis
+    from rankless.launch.watchdog.slow_ranks import SlowRanks
 
 LONGEST_INTERVAL_SECONDS = 1.0
 """Between two checks of the workers."""
 SHORTEST_INTERVAL_SECONDS = 0.1
+COMPARES_AFTER_SECONDS = 3.0
+"""How long after the start ranks are compared first: their first steps capture, and the start needs the time."""
 RESPONSE_TIMEOUT_SECONDS = 2.5
 """For another host's response: it requests the stacks of its own workers first."""
 
@@ -139,12 +142,20 @@ class Watchdog:
         self._next_update_at = 0.0
         self._is_collecting = False
         self._next_check_at = 0.0
+        self._started: set[int] = set()
+        self._slow_ranks: SlowRanks | None = None
+        self._compares_at = 0.0
+        """From when on ranks are compared."""
         self._reported_seconds = 0.0
         self._is_finished = False
 
     def receive(self, record: AnyRecord) -> None:
         """Take note of a record."""
         self._processes.receive(record, time.monotonic())
+        if self._slow_ranks is not None:
+            self._slow_ranks.receive(record)
+        if isinstance(record, Started):
+            self._started.add(record.rank)
         if isinstance(record, Started) and record.rank in self._pages:
             config, page = self._worker_configs[record.rank], self._pages[record.rank]
             self._workers[record.rank] = WorkerMonitor(config, record.pid, page, time.monotonic())
@@ -167,6 +178,23 @@ class Watchdog:
 
     def tick(self, now: float) -> list[AnyRecord]:
         """Check the workers if a check is due, and return the records to send."""
+        return [*self._check(now), *self._find_slow_ranks(now)]
+
+    def _find_slow_ranks(self, now: float) -> list[AnyRecord]:
+        """Return what has changed of ranks for which others wait, from some seconds after the start on."""
+        if not self._pages or self._is_finished:
+            return []
+        self._compares_at = self._compares_at or now + COMPARES_AFTER_SECONDS
+        if self._slow_ranks is None and now >= self._compares_at:
+            self._slow_ranks = load_part("slow_ranks").SlowRanks(
+                self._pages,
+                self._config.worker_configs[0].mesh,
+                is_host_0=self._config.peers.attributes_failures,
+                living=self._started - self._ended,
+            )
+        return [] if self._slow_ranks is None else self._slow_ranks.tick(now)
+
+    def _check(self, now: float) -> list[AnyRecord]:
         if not self._worker_configs:
             return list(self._observe_lone_processes(now))
         if not self._pages or self._is_finished:

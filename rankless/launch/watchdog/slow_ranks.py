@@ -8,13 +8,12 @@ measures its ranks over some seconds, from the counters in their status pages. H
 import datetime
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from rankless.records.events import AnyRecord, Exited, Notice, SlowRankChanged, Started, StepTimes
+from rankless.records.events import AnyRecord, Exited, Notice, SlowRank, SlowRankChanged, Started, StepTimes
 from rankless.records.parallel_plan import PlannedAxis
-from rankless.records.run_status import SlowRank
 from rankless.records.worker_status import WorkerStatus, read_page
 
 PERIOD_SECONDS = 5.0
@@ -49,12 +48,15 @@ class SlowRanks:
         pages: The descriptors of the status pages of this host's ranks, by rank; empty without a watchdog.
         mesh: The axes of the run's mesh. Ranks of one stage of a pipeline are compared with each other only.
         is_host_0: Whether this agent compares the ranks of all hosts.
+        living: The ranks of all hosts that have started and have not ended.
     """
 
-    def __init__(self, pages: Mapping[int, int], mesh: Sequence[PlannedAxis], *, is_host_0: bool) -> None:
+    def __init__(
+        self, pages: Mapping[int, int], mesh: Sequence[PlannedAxis], *, is_host_0: bool, living: Iterable[int] = ()
+    ) -> None:
         self._pages, self._mesh, self._is_host_0 = pages, mesh, is_host_0
         self._begins: dict[int, WorkerStatus] = {}
-        self._living: set[int] = set()
+        self._living = set(living)
         self._measured: dict[int, StepTimes] = {}
         self._judgements: dict[int, _Judgement] = {}
         self._next_look_at = 0.0
