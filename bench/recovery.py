@@ -1,15 +1,18 @@
 """The time from the SIGKILL of one of 4 workers to the end of the next new step, and the cost of being ready for it.
 
-With `zero=`, other workers have copies of shards (`--copies 1`), on which they step, too.
+The peers are torchrun, which starts all again, and torchft, which continues without the killed worker's rows. With
+`zero=`, other workers have copies of shards (`--copies 1`), on which they step, too.
 """
 
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.commands import rankless_run, run, torchrun
+from bench.commands import SCRIPTS, rankless_run, run, torchrun
 from bench.pairs import Row, make_row, measure
 
 WORKERS = 4
@@ -26,6 +29,10 @@ def rows() -> Iterator[Row]:
     phases: list[dict[str, float]] = []
     times = measure(lambda: seconds_in(ours, "seconds", phases), lambda: seconds_in(peer, "seconds"), pairs=KILLS)
     yield make_row("recovery_after_kill", peer="torchrun --max-restarts", times=times)
+    torchft = ["env", f"PYTHONPATH={SCRIPTS.parents[1]}:{install_peer('torchft')}", sys.executable]
+    theirs = [*torchft, str(SCRIPTS / "recovery_torchft.py")]
+    times = measure(lambda: seconds_in(ours, "seconds"), lambda: seconds_in(theirs, "seconds"), pairs=PAIRS)
+    yield make_row("recovery_after_kill_torchft", peer="torchft", times=times)
     yield from describe_recovery("recovery", phases[1:])  # without that of the warm-up
     yield compare_steps("recovery_ready_step", ours, aim=1.02)
     for level in ("optimizer", "gradients", "parameters"):
@@ -35,6 +42,17 @@ def rows() -> Iterator[Row]:
     for _ in range(KILLS):
         seconds_in(killed, "seconds", phases)
     yield from describe_recovery("recovery_zero_parameters", phases)
+
+
+def install_peer(name: str) -> Path:
+    """Install a peer that is no part of the development environment, once, and return the folder of its packages."""
+    folder, listed = SCRIPTS.parents[1] / "build" / "peers" / name, SCRIPTS.parents[1] / "requirements" / f"{name}.txt"
+    if not folder.exists():
+        new = folder.with_suffix(".new")
+        words = ("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(new), "--requirement", str(listed))
+        subprocess.run([sys.executable, *words], check=True)
+        new.rename(folder)
+    return folder
 
 
 def describe_recovery(name: str, recoveries: Sequence[dict[str, float]]) -> Iterator[Row]:
