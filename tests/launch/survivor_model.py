@@ -214,16 +214,20 @@ def _ended_early(state: State) -> bool:
 
 
 def explore(run: Run, on_state: Callable[[State], None] = lambda _state: None) -> int:
-    """Check all states that a run can reach. Return their number."""
+    """Check all states that a run can reach. Return their number.
+
+    Of those that it has seen it keeps hashes of 64 bits: with 10 million states one is taken for another one with a
+    probability of 3 in a million.
+    """
     first = start(run)
-    seen, waiting = {first}, [first]
+    seen, waiting = {hash(first)}, [first]
     while waiting:
         state = waiting.pop()
         following = list(next_states(state, run))
         check(state, run, is_last=not following)
         on_state(state)
         for each in following:
-            if each not in seen:
-                seen.add(each)
+            if hash(each) not in seen:
+                seen.add(hash(each))
                 waiting.append(each)
     return len(seen)
