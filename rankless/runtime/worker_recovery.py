@@ -317,9 +317,10 @@ def choose_axes(axes: Sequence[PlannedAxis], count: int) -> tuple[PlannedAxis, .
 def describe_new_mesh(before: Mesh, now: Mesh) -> str:
     """Return what has changed for the workers that are left."""
     shares = [prod(axis.size for axis in list_state_axes(mesh) if axis.role != "data") for mesh in (before, now)]
-    memory = f"; each worker has {shares[0] / shares[1]:g} times as much of the model" if shares[0] > shares[1] else ""
+    factor = shares[0] / shares[1]
+    more = f"; each worker has up to {factor:g} times as much of the model" if factor > 1 else ""
     meshes = [", ".join(f"{axis.name}={axis.size}" for axis in mesh.axes) for mesh in (now, before)]
-    return f"the mesh is {meshes[0]} instead of {meshes[1]}{memory}"
+    return f"the mesh is {meshes[0]} instead of {meshes[1]}{more}"
 
 
 def arrange_kinds(mesh: Mesh, members: Sequence[int], kinds: Sequence[Sequence[int]]) -> Mesh:

@@ -64,39 +64,35 @@ def require_same(folder: Path, expected: dict, left: int) -> None:
             torch.testing.assert_close(results[name], value, rtol=1e-10, atol=1e-10)
 
 
-def train_with_kills(folder: Path, form: str, mesh: str, trained, *, level: str = "", copies: int = 0) -> None:
-    drawn = random.Random(f"{form} {mesh} {level} {copies}")
-    workers = count_workers(parse_mesh(mesh))
-    for number in range(2):
-        moments = MOMENTS
-        if form in ("two models", "sums beside another job"):
-            moments = [*MOMENTS, *(f"between{step}" for step in range(12))]
-        delay = drawn.choice((0, drawn.uniform(0, 6), drawn.uniform(0, 50)))
-        kill = f"{drawn.randrange(workers)}:{drawn.choice(moments)}:{delay}"
-        (folder / str(number)).mkdir()
-        done = run_killed_on_mesh(folder / str(number), form, level, mesh, kill, copies=copies)
-        assert done.returncode == 0, kill + done.stderr
-        assert "rankless: the mesh is " in done.stderr
-        require_same(folder / str(number), trained(form), workers - 1)
+def train_with_kill(folder: Path, form: str, mesh: str, trained, *, level: str = "", copies: int = 0) -> None:
+    drawn, workers, moments = random.Random(f"{form} {mesh} {level}"), count_workers(parse_mesh(mesh)), MOMENTS
+    if form in ("two models", "sums beside another job"):
+        moments = [*MOMENTS, *(f"between{step}" for step in range(12))]
+    delay = drawn.choice((0, drawn.uniform(0, 6), drawn.uniform(0, 50)))
+    kill = f"{drawn.randrange(workers)}:{drawn.choice(moments)}:{delay}"
+    done = run_killed_on_mesh(folder, form, level, mesh, kill, copies=copies)
+    assert done.returncode == 0, kill + done.stderr
+    assert "rankless: the mesh is " in done.stderr
+    require_same(folder, trained(form), workers - 1)
 
 
 @pytest.mark.parametrize(("form", "mesh"), pair(WITHOUT_COPIES))
 @pytest.mark.ci_sample(1)
 def test_no_form_of_a_script_trains_otherwise_on_a_mesh(tmp_path: Path, trained, form: str, mesh: str):
-    train_with_kills(tmp_path, form, mesh, trained)
+    train_with_kill(tmp_path, form, mesh, trained)
 
 
 @pytest.mark.parametrize(("form", "mesh"), pair(WITH_COPIES))
 @pytest.mark.ci_sample(1)
 def test_copies_stand_in_for_a_part_of_the_model(tmp_path: Path, trained, form: str, mesh: str):
-    train_with_kills(tmp_path, form, mesh, trained, copies=1)
+    train_with_kill(tmp_path, form, mesh, trained, copies=1)
 
 
 @pytest.mark.parametrize(("form", "mesh"), pair(WITH_ZERO))
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.ci_sample(1)
 def test_copies_stand_in_for_shards_of_what_other_axes_leave(tmp_path, trained, form: str, mesh: str, level: str):
-    train_with_kills(tmp_path, form, mesh, trained, level=level, copies=1)
+    train_with_kill(tmp_path, form, mesh, trained, level=level, copies=1)
 
 
 @pytest.fixture(scope="session")
