@@ -12,7 +12,8 @@ kind of evidence:
 - `report`: the text for the terminal;
 - `slow_ranks`: which ranks take longer than others for their part of each step.
 
-Outputs are `Notice`, `RankStatus`, `HangDetected`, `StepTimes` and `SlowRankChanged` records. The watchdog works on Linux only.
+Outputs are `Notice`, `RankStatus`, `HangDetected`, `StepTimes` and `SlowRankChanged` records. The watchdog works on
+Linux only.
 """
 
 import importlib
