@@ -185,7 +185,7 @@ finish(net, optimizers=[optimizer])
 with rankless.deferred():
     net = nn.Sequential(nn.Linear(6, 13), nn.LayerNorm(13), nn.GELU(), nn.Linear(13, 1))
 optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, offload=True)
+@rankless.job(model=net, optimizer=optimizer, zero=ZERO or None, offload=bool(ZERO))
 def train(rows, wanted):
     return nn.functional.mse_loss(net(rows), wanted)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=12)
