@@ -169,6 +169,38 @@ def test_a_job_with_zero_on_a_mesh_needs_copies(tmp_path: Path):
     assert "start the run again from a checkpoint, with --copies 1" in log + done.stderr
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("mesh", "zero", "shards"),
+    [
+        ("tensor=2", None, 8),
+        ("pipeline=2", None, 8),
+        ("data=2,tensor=2", "parameters", 4),
+        ("data=2,tensor=2", None, 0),
+    ],
+)
+def test_the_plan_shows_the_memory_of_copies_on_a_mesh(tmp_path: Path, mesh: str, zero: str | None, shards: int):
+    (tmp_path / "script.py").write_text(f"""
+import torch, rankless
+layers = torch.nn.Linear(250, 400, bias=False), torch.nn.ReLU(), torch.nn.Linear(400, 250, bias=False)
+model = torch.nn.Sequential(*layers)
+optimizer = torch.optim.Adam(model.parameters())
+
+@rankless.job(model=model, optimizer=optimizer, zero={zero!r})
+def train(inputs):
+    return model(inputs).square().mean()
+
+train(torch.ones(4, 250))
+""")
+    workers = str(count_workers(parse_mesh(mesh)))
+    command = ("plan", "-n", workers, "--devices", "cpu", "--mesh", mesh, "--copies", "1", "script.py")
+    done = rankless(*command, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    text = " ".join(done.stdout.split())
+    shown = f"copies {shards * 200 / 1000:g} MB" if shards * 200 >= 1000 else f"copies {shards * 200} kB"
+    assert (shown in text) if shards else ("copies" not in text), text  # value, gradient and two entries of Adam
+
+
 def test_a_mesh_keeps_its_other_axes_where_it_can():
     def choose(mesh: str, count: int) -> str:
         return format_mesh([axis for axis in choose_axes(parse_mesh(mesh), count) if axis.size > 1])

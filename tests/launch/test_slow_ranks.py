@@ -117,9 +117,11 @@ def test_the_time_of_nested_collectives_counts_once():
 
 @pytest.mark.slow
 def test_a_run_names_its_slow_rank_and_so_does_its_status(tmp_path: Path):
-    (tmp_path / "script.py").write_text(f"SLOW, SECONDS = 1, 25\n{SCRIPT}")
-    watch = 'import subprocess, sys, time; time.sleep(20); subprocess.run([sys.executable, "-m", "rankless", "status", '
-    (tmp_path / "watch.py").write_text(watch + '"--json"], stdout=open("status.json", "w"))')
+    (tmp_path / "script.py").write_text(f"SLOW, SECONDS = 1, 33\n{SCRIPT}")
+    words = '[sys.executable, "-m", "rankless", "status", "--json", "log/latest"]'
+    (tmp_path / "watch.py").write_text(
+        f'import subprocess, sys, time; time.sleep(28); subprocess.run({words}, stdout=open("status.json", "w"))'
+    )
     (tmp_path / "both.py").write_text(
         "import os, subprocess, sys\n"
         'if os.environ["RANK"] == "0":\n    subprocess.Popen([sys.executable, "watch.py"])\n'
@@ -138,7 +140,7 @@ def test_a_run_names_its_slow_rank_and_so_does_its_status(tmp_path: Path):
 @pytest.mark.exhaustive
 def test_host_0_names_a_slow_rank_of_another_host(tmp_path: Path):
     with two_hosts(tmp_path) as hosts:
-        (tmp_path / "script.py").write_text(f"SLOW, SECONDS = 3, 25\n{SCRIPT}")
+        (tmp_path / "script.py").write_text(f"SLOW, SECONDS = 3, 33\n{SCRIPT}")
         words = (sys.executable, "-m", "rankless", "run", "--hosts", "a:2,b:2", "--devices", "cpu", "script.py")
         job = hosts.start("a", words, cwd=tmp_path)
         out, err = job.communicate(timeout=240)

@@ -58,11 +58,11 @@ NOTICE_AFTER_SECONDS = 5.0
 SAME_STOP_SECONDS = 0.25
 """A second signal within this time belongs to the first: some launchers send a signal to a process in two ways."""
 LOADED_AFTER_SECONDS = 10.0
-"""How old a run is when the agent loads what only a failure or a stall needs. A start does not wait for it. Later the
+"""How old a run is when the agent loads what its start does not need. A start does not wait for it. Later the
 installation may be another version, or its disk may be what the run waits for."""
-_NEEDED_BY_FAILURES = (
+_NEEDED_LATER = (
     *("supervisor.failure_attribution", "supervisor.failure_report"),
-    *(f"watchdog.{name}" for name in ("hang_verdict", "report", "stack_classifier", "stacks")),
+    *(f"watchdog.{name}" for name in ("hang_verdict", "report", "slow_ranks", "stack_classifier", "stacks")),
 )
 _LOOK_SECONDS = 1.0
 """Between two looks at where stopping workers are."""
@@ -314,10 +314,10 @@ class Supervisor:
                 selector.select(min(POLL_SECONDS, left) if left > 0 else POLL_SECONDS)
 
     def _load_rest(self, now: float) -> None:
-        """Import what only a failure or a stall needs, once: see LOADED_AFTER_SECONDS."""
+        """Import what the start has not needed, once: see LOADED_AFTER_SECONDS."""
         if now > self._loads_at:
             self._loads_at = float("inf")
-            for name in _NEEDED_BY_FAILURES:
+            for name in _NEEDED_LATER:
                 importlib.import_module(f"rankless.launch.{name}")
 
     def _register_sources(self, selector: selectors.BaseSelector, stack: contextlib.ExitStack) -> None:

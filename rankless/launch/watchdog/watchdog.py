@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 LONGEST_INTERVAL_SECONDS = 1.0
 """Between two checks of the workers."""
 SHORTEST_INTERVAL_SECONDS = 0.1
-COMPARES_AFTER_SECONDS = 3.0
-"""How long after the start ranks are compared first: their first steps capture, and the start needs the time."""
+COMPARES_AFTER_SECONDS = 10.0
+"""How long after the start ranks are measured first: their first steps capture, and the agent has other work."""
 RESPONSE_TIMEOUT_SECONDS = 2.5
 """For another host's response: it requests the stacks of its own workers first."""
 
