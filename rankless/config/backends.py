@@ -166,7 +166,8 @@ def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
     sizes = {axis.role: axis.size for axis in config.mesh if axis.size > 1}
     has_replicas = bool(sizes.keys() & {"data", "sequence"})
     if sizes and not has_replicas and not request.copies and not _find_kinds(config):
-        return f"the axis {next(iter(sizes))} and no axis data: each worker alone has a part of the model"
+        axis = next(iter(sizes))
+        return f"the axis {axis} and no axis data, without --copies 1: each worker alone has a part of the model"
     if request.recording is not None or request.observation != RunObservation():
         return "a run that is recorded"
     if config.view.is_logical:
