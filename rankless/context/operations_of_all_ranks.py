@@ -10,7 +10,8 @@ made what another one has not. Then all raise, and each later operation raises a
 An operation has an attempt, which changes nothing that lasts, and then a part that does: a job sets gradients and
 makes its step. An exception in that part ends the run, unless all ranks raise it alike. An exception before an
 operation (in its arguments, or while a loader reads) belongs to the next one. An operation that succeeds costs no
-message, because a rank that has left one too early meets the others in the next one.
+message, because a rank that has left one too early meets the others in the next one. If a worker is lost while others
+tell each other what they have raised, all that are left repeat the operation, as after any loss.
 """
 
 import time
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from sys import exception
-from typing import Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -57,10 +58,42 @@ class Outcome(msgspec.Struct, frozen=True):
     """Whether ranks cannot go on after it."""
 
 
-class Operations:
-    """The operations of all ranks, as this rank makes them. See Note [failed operations]."""
+class Losses(Protocol):
+    """Knows of workers without which the others continue; see `context.world.Recovery`."""
 
-    def __init__(self) -> None:
+    @property
+    def world(self) -> Any:
+        """The world of the workers that are left."""
+        ...
+
+    def is_interrupted(self) -> bool:
+        """Return whether a worker has been lost, and the others have not formed a group anew."""
+        ...
+
+    def recover(self) -> None:
+        """Form a group without lost workers. Called in the handler of an error."""
+        ...
+
+    def run(self, attempt: Callable[[Any], Any]) -> Any:
+        """Return what an operation returns, of which others were a part that are lost meanwhile."""
+        ...
+
+
+class _WorkerLost(Exception):
+    """A worker was lost while ranks told each other what they have raised."""
+
+
+class Operations:
+    """The operations of all ranks, as this rank makes them. See Note [failed operations].
+
+    Args:
+        losses: Knows of lost workers. Default: none may be lost.
+    """
+
+    def __init__(self, losses: Losses | None = None) -> None:
+        self._losses = losses
+        self._group: dist.ProcessGroup | None = None
+        """The group of the last exchange."""
         self._number = 0
         self._failures = 0
         self._series: int | None = None
@@ -98,10 +131,17 @@ class Operations:
         before = exception()
         self._is_inside = True
         try:
-            return attempt()
-        except Exception as error:
-            agreed = self._agree(find_mesh(), error, before, "attempt", generators)
-            raise agreed from agreed.__cause__
+            while True:
+                try:
+                    return attempt()
+                except Exception as error:
+                    try:
+                        agreed = self._agree(find_mesh(), error, before, "attempt", generators)
+                    except _WorkerLost:
+                        assert self._losses is not None
+                        self._losses.recover()
+                        continue
+                    raise agreed from agreed.__cause__
         finally:
             self._is_inside = False
 
@@ -123,7 +163,12 @@ class Operations:
             if not self._is_new(mesh):
                 raise
             self.begin(mesh)
-            agreed = self._agree(mesh, error, before, "attempt")
+            agreed = None
+            while agreed is None:
+                try:
+                    agreed = self._agree(mesh, error, before, "attempt")
+                except _WorkerLost:  # the others repeat the operation
+                    mesh, error = self._raise_again(error)
             raise agreed from agreed.__cause__
 
     @contextmanager
@@ -137,7 +182,10 @@ class Operations:
         try:
             yield
         except Exception as error:
-            agreed = self._agree(mesh, error, before, "lasting")
+            try:
+                agreed = self._agree(mesh, error, before, "lasting")
+            except _WorkerLost:
+                agreed = error
             raise agreed from agreed.__cause__
         finally:
             self._is_inside = False
@@ -170,7 +218,10 @@ class Operations:
         part: Part,
         generators: Callable[[], Iterable[torch.Generator]] = tuple,
     ) -> Exception:
-        """Return what all ranks raise for an operation that this one could not finish. Collective."""
+        """Return what all ranks raise for an operation that this one could not finish. Collective.
+
+        Raises _WorkerLost if a worker is lost meanwhile.
+        """
         is_own = not is_of_another_rank(error, before)
         if isinstance(error, RanklessError):  # its text names the script's line; the frames are those of Rankless
             error = error.with_traceback(None)
@@ -179,6 +230,8 @@ class Operations:
         described = describe_error(error) if is_own else None
         own = Outcome(self._number, part, described, ends=isinstance(error, RanksDiverged))
         outcomes = self._gather(mesh, own)
+        if outcomes is None:
+            self._check_losses()  # that ended the groups
         verdict = None if outcomes is None else find_failed_rank(outcomes)
         if outcomes is None or verdict is None:
             self._last_error = make_end(outcomes or {mesh.rank: own})
@@ -207,6 +260,7 @@ class Operations:
             return None  # the script has destroyed or aborted a group, or a rank is gone
         exchange = self._open_exchange(mesh)
         self._failures += 1
+        exchange.check = self._check_losses
         exchange.publish("outcome", _encode(own))
         can_reopen = len(shared) == len(groups)
         is_interrupted = own.error is None and any(ends)
@@ -226,8 +280,30 @@ class Operations:
             mesh.desync_detector.number = max(int(each[0]) for each in states_of_all)
         if any(each[1:] != states_of_all[0][1:] or "True" in " ".join(each[1:]) for each in states_of_all):
             for group in shared:
-                group.reopen(self._failures)
+                group.reopen(self._failures, check=self._check_losses)
         return outcomes
+
+    def _raise_again(self, error: Exception) -> tuple[Mesh, Exception]:
+        """Raise an exception in the operation that all make without a lost worker, and return their mesh and it.
+
+        Called in its handler. The operation begins with what the lost worker had of states.
+        """
+        assert self._losses is not None
+        self._losses.recover()
+
+        def attempt(_world: object) -> None:
+            raise error
+
+        try:
+            self._losses.run(attempt)
+        except Exception as raised:
+            error = raised
+        mesh: Mesh = self._losses.world.mesh
+        return mesh, error
+
+    def _check_losses(self) -> None:
+        if self._losses is not None and self._losses.is_interrupted():
+            raise _WorkerLost
 
     def _await_all(self, exchange: StoreExchange, mesh: Mesh, part: Part, *, is_patient: bool) -> bool:
         """Return whether all ranks raise, too; False when all others have begun the operation, and wait in it."""
@@ -236,6 +312,7 @@ class Operations:
         detector = mesh.desync_detector
         begun_at = self._begun_at if detector is self._begun_with else 0
         while not exchange.have_all("outcome"):
+            exchange.check()
             if time.monotonic() > deadline:
                 waiting = exchange.list_missing("outcome")
                 if part == "lasting" or detector is None or detector.have_reached(begun_at + 1, waiting):
@@ -246,6 +323,8 @@ class Operations:
     def _open_exchange(self, mesh: Mesh) -> StoreExchange:
         assert mesh.group is not None
         store = distributed_c10d._world.pg_map[mesh.group][1]
+        if mesh.group is not self._group:  # ranks may have counted differently in the group before
+            self._group, self._series, self._failures = mesh.group, None, 0
         if self._series is None:  # a process may join again, and find the values of its first time in the store
             self._series = int(store.add(f"rankless/operations/{mesh.rank}", 1))
         return StoreExchange(

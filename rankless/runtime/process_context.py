@@ -26,6 +26,7 @@ from rankless.config.plan_file import read_plan
 from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import Backend
 from rankless.context.events_of_all_ranks import JointEvents
+from rankless.context.operations_of_all_ranks import Operations
 from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
@@ -102,6 +103,7 @@ class ProcessContext:
             settings=RunSettings() if config is None else self._make_settings(config),
             events=StepEvents(self._list_participants(progress=progress, recovers=recovery is not None)),
             started=self._number_workers(mesh),
+            operations=Operations(recovery),
             recovery=recovery,
         )
         if recovery is not None:

@@ -151,3 +151,44 @@ def test_options_that_no_run_can_have_are_refused_before_it_starts(tmp_path: Pat
     done = rankless("run", "-n", "3", "--devices", "cpu", *options, "script.py", folder=tmp_path)
     assert done.returncode == 2
     assert found in done.stderr
+
+
+DAMAGED = """
+import os, signal, torch, rankless
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, number):
+        if number == 23:
+            if os.environ["RANK"] == "2":
+                os.kill(os.getpid(), 9)
+            raise ValueError("damaged")
+        return torch.full((3,), float(number))
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(rows):
+    return model(rows).square().mean()
+
+steps = 0
+try:
+    for rows in rankless.loader(Samples(), batch_size=12):
+        train(rows)
+        steps += 1
+except rankless.errors.DataError as error:
+    train(torch.ones(6, 3))
+    print(f"{steps} steps, {rankless.world_size()} workers: {error.found}", flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", [(), ("--mesh", "data=2,tensor=2")])
+def test_a_damaged_sample_that_is_read_again_after_a_loss_is_the_error_of_all_others(tmp_path: Path, options):
+    (tmp_path / "script.py").write_text(DAMAGED)
+    done = rankless("run", "-n", "4" if options else "3", "--devices", "cpu", *options, "script.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"1 steps, {3 if options else 2} workers: ValueError: damaged"), done.stdout

@@ -47,6 +47,7 @@ from rankless.collectives.backends.argument_conversion import (
 from rankless.collectives.backends.group_failure_errors import Membership, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
+from rankless.collectives.backends.store_exchange import do_nothing
 from rankless.config.shared_memory_support import Support
 from rankless.errors import CollectiveError
 from rankless.records.group_failures import FailureKind, encode_failure
@@ -142,20 +143,21 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
         if self._shared is not None:
             self._shared.interrupt()
 
-    def reopen(self, number: int) -> None:
+    def reopen(self, number: int, *, check: Callable[[], None] = do_nothing) -> None:
         """Give the group new memory. All ranks call this, when none of them is in an operation of the group any more.
 
         What the group has allocated before is of no more use. Operations that are not done fail.
 
         Args:
             number: Equal on all ranks, and another one at each call.
+            check: Called while waiting for the others. It raises if the wait is in vain.
 
         Raises:
             CollectiveError: A rank does not call this within the group's timeout, has ended, or has no memory.
         """
         self.shutdown()
         store: Any = dist.PrefixStore(f"opened again {number}", self._store)  # type: ignore[attr-defined]  # no stub
-        opened = self._open_again(store)
+        opened = self._open_again(store, check)
         if isinstance(opened, Support):
             raise CollectiveError(
                 expected="the group of ranks to open again after an exception",
@@ -164,8 +166,8 @@ class SharedMemoryProcessGroup(_ProcessGroup):  # type: ignore[misc]  # its base
             )
         self._shared = opened
 
-    def _open_again(self, store: Any) -> Any:
-        return open_shared_group(store, self._member, self.timeout)
+    def _open_again(self, store: Any, check: Callable[[], None]) -> Any:
+        return open_shared_group(store, self._member, self.timeout, check=check)
 
     @property
     def end_error(self) -> CollectiveError | None:

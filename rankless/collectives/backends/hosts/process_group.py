@@ -91,8 +91,8 @@ class HierarchicalProcessGroup(SharedMemoryProcessGroup):
         hosts: tuple[tuple[int, ...], ...] = shared.layout.hosts
         return hosts
 
-    def _open_again(self, store: Any) -> Any:
-        return open_hosts_group(store, replace(self._member, must_be_abortable=True), self.timeout)
+    def _open_again(self, store: Any, check: Callable[[], None]) -> Any:
+        return open_hosts_group(store, replace(self._member, must_be_abortable=True), self.timeout, check=check)
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int = 0) -> Any:
         """Begin to send a tensor to a rank of the group."""
