@@ -119,6 +119,7 @@ UNREACHABLE_ERRORS = {
     "rankless.checkpoint.raise_on_all_ranks.OtherRankFailed": "a CheckpointError; only saves tell it from others",
     "rankless.collectives.backends.hosts.gloo_exchange.ExchangeTimeout": "the collective raises a CollectiveError",
     "rankless.collectives.backends.message_transfers.LengthMismatch": "the receive raises a CollectiveError",
+    "rankless.context.operations_of_all_ranks._WorkerLost": "all that are left repeat the operation",
     "rankless.compiler.capture.value_reads.LateQuestion": "the job is traced again, and asks within its function",
     "rankless.compiler.tracing.replaced_functions.TakesNestedTensor": "the encoder's replaced forward pass catches it",
     "rankless.compiler.capture.value_reads.ValueNeeded": "the job captures the program again with the value",

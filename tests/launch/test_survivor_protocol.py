@@ -28,6 +28,7 @@ RUNS = {
 LARGE_RUNS = {
     "three, two die, two operations": Run(ONE_HOST, 2, 2, Limits(2)),
     "four on two hosts, two die": Run(TWO_HOSTS, 1, 2, Limits(3)),
+    "four on two hosts, three die": Run(TWO_HOSTS, 1, 3, Limits(3)),  # 47 million states: half an hour, and 5 GB
 }
 
 
