@@ -155,10 +155,12 @@ class DividedStates:
         member = self._members[number]
         partition = find_partition(member.parameter)
         value = None if partition is None else partition.whole
-        if partition is not None and not any(member.layout.placement.lengths):  # other workers have all rows
-            value = member.shard.detach()
         gradient = None if member.divides_gradient else member.parameter.grad
-        sums = {}
+        sums: dict[int, Tensor] = {}
+        if not any(member.layout.placement.lengths):  # workers with other ranks along outer axes have all rows
+            value = None if partition is None else member.shard.detach()
+            known = [(place, each.find_sum(member.shard)) for place, each in enumerate(self._sums)]
+            sums = {place: found for place, found in known if found is not None}
         found = sources.get(id(member.parameter))
         if found is not None:
             like = member.shard.detach()
