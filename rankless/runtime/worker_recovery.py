@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
@@ -22,6 +21,7 @@ from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config.mesh_option import AXES
 from rankless.config.run_config import Backend
 from rankless.context.events_of_all_ranks import JointEvents
+from rankless.context.operations_of_all_ranks import list_groups
 from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError, LostWorkerError
@@ -83,6 +83,8 @@ class WorkerRecovery:
         """The world in which workers have divided states, until those of a lost one are taken over."""
         self._levels: list[ShardedStateOwner] = []
         """The owners in it whose states are not whole yet, from the innermost."""
+        self._equals: dist.ProcessGroup | None = None
+        """The group of some workers in which the last states were collected."""
 
     def begin(self, world: World) -> None:
         """Make operations in a world, in which all workers are.
@@ -133,6 +135,7 @@ class WorkerRecovery:
 
             def collect(world: World, owner: ShardedStateOwner = owner) -> Callable[[], None]:
                 group = make_group_of_equals(world.mesh, owner.outer_ranks)
+                self._equals = group.group
                 with raised_by_all(world.mesh):
                     return owner.collect_states(group, with_gradients=is_in_step)
 
@@ -231,8 +234,11 @@ class WorkerRecovery:
         return replace(world, started=numbering, mesh=mesh, pipeline=pipeline, settings=settings), passed, counted
 
     def _abort(self) -> None:
-        """End the waits of this process in its groups, whose round has ended. Called from another thread."""
-        for group in list(distributed_c10d._world.pg_map):
+        """End the waits of this process in its groups, whose round has ended. Called from another thread.
+
+        It may be late: groups of the next round may be there already.
+        """
+        for group in [*list_groups(self.world.mesh), self._equals]:
             if isinstance(group, SharedMemoryProcessGroup):
                 group.abort()
 
