@@ -4,7 +4,9 @@ Note [operations]: in some runs the others may continue without a worker that wa
 do together is therefore an operation: a job's call, a pass over a loader, `once`, `save`. It changes nothing that
 lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the
 others compare how many operations they have passed. The largest number counts for all of them. A worker that has not
-passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world.
+passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world. Until then a
+worker may know the new world or not: what it does alone, such as reading a batch, it does in that of the last
+operation.
 """
 
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
@@ -151,6 +153,11 @@ class Recovery(Protocol):
         ...
 
     @property
+    def world_of_last_operation(self) -> "World":
+        """The world of the last operation; see `World.of_last_operation`."""
+        ...
+
+    @property
     def owner(self) -> StateOwner:
         """The owner that has the states; see `World.present_owner`."""
         ...
@@ -267,6 +274,11 @@ class World:
     def current(self) -> "World":
         """The world of the workers that are left. Others may have been lost since this one was made."""
         return self if self.recovery is None else self.recovery.world
+
+    @property
+    def of_last_operation(self) -> "World":
+        """The world of the last operation of all workers: the same on all, also while only some know of a loss."""
+        return self if self.recovery is None else self.recovery.world_of_last_operation
 
     @property
     def numbering(self) -> StartedWorkers:

@@ -145,7 +145,7 @@ class RequestSampler(Sampler[Any]):
         indices = list(key)
         rows = len(indices)
         digest = _digest_indices(indices, seed)
-        decision, divisible = self._decision, batch_division.divides(rows)
+        decision, divisible = self._decision, batch_division.count > 1 and batch_division.divides(rows)
         is_split = bool(decision.is_split) and divisible
         division = None
         if divisible and decision.is_probed and decision.is_split is not False:

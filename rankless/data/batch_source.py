@@ -408,9 +408,11 @@ class BatchSource:
         # One check suffices for torch's samplers. A user's sampler, collation or stream may diverge at any batch.
         always = self._order.is_stream or self._options.has_custom_order
         reader = _FollowingReader(self, batches, requests, current)
-        agreeing = self.mesh.size > 1
+        agreed_on: Mesh | None = None
         while True:
-            reader.take_next(world.current.mesh)
+            reader.take_next(world.of_last_operation.mesh)
+            agreeing = self.mesh.size > 1 and (always or self.mesh is not agreed_on)
+            agreed_on = self.mesh
             found = world.run_for_all(reader.agree) if agreeing else ProbeResult()
             with world.operations.prepare(world.current.mesh):
                 read = reader.get_read()
@@ -432,7 +434,6 @@ class BatchSource:
                 current.has_lists = has_per_sample_lists(read)
             if current.has_lists and read.request.is_split:
                 read = world.run_for_all(functools.partial(self._gather_lists, read))
-            agreeing = self.mesh.size > 1 and always
             yield read
 
     def _gather_lists(self, read: BatchRead, world: World) -> BatchRead:

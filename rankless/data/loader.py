@@ -139,7 +139,7 @@ class Loader(Generic[Batch]):
         self._pass = current
         where = f"pass {current.number + 1} of a loader of {type(self.dataset).__name__}"
         world.run_for_all(lambda now: now.mesh.check_sync_point(where))
-        world = world.current
+        world = world.of_last_operation
         # Not inside the generator below: DataLoader draws its base seed when iteration begins.
         source = self._source  # the script may load a position while this pass is in progress
         return self._yield_batches(source, source.begin(current, world, stream_state=stream_state), current, world)

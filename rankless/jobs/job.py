@@ -233,8 +233,8 @@ class Job(Generic[Parameters, Result]):
 
     def _run(self, world: World, arguments: FlattenedArguments) -> CallResult:
         """Return the result of a call. A train job also sets its parameters' gradients."""
-        finish = self._views.run(world, arguments)
-        with world.operations.change(world.current.mesh):  # others may have been lost meanwhile
+        finish = self._views.run(world.current, arguments)  # others may be lost between evaluations, or meanwhile
+        with world.operations.change(world.current.mesh):
             return finish()
 
     def _step(self, world: World, outcome: CallResult, evaluate: Callable[[], CallResult]) -> None:

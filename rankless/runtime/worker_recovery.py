@@ -75,6 +75,8 @@ class WorkerRecovery:
         self._member, self._joint = member, joint
         self._join_round, self._enter = join_round, enter
         self._world: World | None = None
+        self._last: World | None = None
+        """The world of the last operation."""
         self._passed = 0
         self._counted = 0
         """How many steps of participants the operations so far include."""
@@ -91,7 +93,7 @@ class WorkerRecovery:
 
         If its group cannot be aborted, the agent never hears that this worker has joined, and a loss ends the run.
         """
-        self._world = world
+        self._world = self._last = world
         self._member.on_ended = self._abort
         if isinstance(world.mesh.group, SharedMemoryProcessGroup):
             self._member.report_joined()
@@ -101,6 +103,12 @@ class WorkerRecovery:
         """The world of the workers that are left."""
         assert self._world is not None
         return self._world
+
+    @property
+    def world_of_last_operation(self) -> World:
+        """See `World.of_last_operation`."""
+        assert self._last is not None
+        return self._last
 
     @property
     def owner(self) -> StateOwner:
@@ -116,6 +124,7 @@ class WorkerRecovery:
     ) -> Result:
         """Return what an operation returns. Within another one it is part of that."""
         if self._is_inside or (self.world.mesh.size == 1 and self._divided is None):
+            self._last = self.world
             return attempt(self.world)  # a lone worker has nobody to lose
         if not is_in_step:
             self._counted = self._joint.committed
@@ -148,7 +157,7 @@ class WorkerRecovery:
         """Return what an operation returns; nothing if a worker was lost, and all others begin it again."""
         number = self._passed + 1
         finished: list[Result] = []
-        self._is_inside = True
+        self._is_inside, self._last = True, self.world
         try:
             if self.world.mesh.size > 1:
                 self._require_all_workers()

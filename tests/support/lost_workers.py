@@ -19,7 +19,8 @@ pending = []
 
 
 def reach(moment):
-    # KILLS has the worker, the moment, and after how many milliseconds it is killed, or "frozen"
+    # KILLS has the worker, the moment, and after how many milliseconds it is killed, or "frozen", or "heard" for one
+    # that hears of another's loss then
     for worker, at, delay in KILLS:
         if at == moment and worker == "server" and RANK == 0:
             agent = psutil.Process(os.getppid()).parent()
@@ -37,10 +38,26 @@ def reach(moment):
                 time.sleep(0.01)
         elif at == moment and worker == str(RANK) and delay == "frozen":
             os.kill(os.getpid(), signal.SIGSTOP)
+        elif at == moment and worker == str(RANK) and delay == "heard":
+            raise rankless.errors.CollectiveError(expected="all workers", found="a loss", fix="continue")
         elif at == moment and worker == str(RANK):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             pending.append(subprocess.Popen(["sh", "-c", f"sleep {float(delay) / 1000}; kill -9 {os.getpid()}"]))
+
+
+barrier, barriers = torch.distributed.barrier, 0
+
+
+def pass_barrier(*args, **kwargs):
+    # an operation of all workers ends with a barrier
+    global barriers
+    barrier(*args, **kwargs)
+    barriers += 1
+    reach(f"barrier{barriers}")
+
+
+torch.distributed.barrier = pass_barrier
 
 
 def await_kill():
