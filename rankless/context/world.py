@@ -4,8 +4,8 @@ Note [operations]: in some runs the others may continue without a worker that wa
 do together is therefore an operation: a job's call, a pass over a loader, `once`, `save`. It changes nothing that
 lasts, and ends with a barrier. A worker that has passed the barrier knows that all have entered it. After a loss the
 others compare how many operations they have passed. The largest number counts for all of them. A worker that has not
-passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world. Until then a
-worker may know the new world or not: what it does alone, such as reading a batch, it does in that of the last
+passed that last one was in its barrier, and has its result. All begin the next operation again, in a new world. Until
+then a worker may know the new world or not: what it does alone, such as reading a batch, it does in that of the last
 operation.
 """
 
