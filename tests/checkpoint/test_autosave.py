@@ -70,7 +70,7 @@ def draw_stops(seed: int) -> list[tuple[int, int, int]]:
     return [(size, drawn.randrange(size), drawn.randint(1, 20)) for size in sizes]
 
 
-@pytest.mark.ci_sample(3)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_script_that_is_stopped_and_started_again_trains_as_one_device(tmp_path: Path, plain, form: str):
     train_with_stops(tmp_path, FORMS[form], draw_stops(len(form)))

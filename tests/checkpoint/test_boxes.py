@@ -75,6 +75,7 @@ def require_tensors(state):
         assert torch.equal(state[name], wanted), name
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("layout", ["sharded", "whole"])
 def test_boxes_of_every_dtype_and_stride_load_on_one_device(tmp_path, layout):
     for kind, order in itertools.product((*OUTER, "blocks"), (1, 2)):

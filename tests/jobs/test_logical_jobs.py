@@ -78,7 +78,7 @@ def require_same(found: Any, loss: Any) -> None:
         torch.testing.assert_close(found_state[name], state[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.ci_sample(4)
+@pytest.mark.ci_sample(2)
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("loss", ALL, ids=lambda loss: loss.__name__)
 def test_the_functions_of_a_job_train_as_the_plain_script(loss: Any, size: int) -> None:
@@ -88,6 +88,7 @@ def test_the_functions_of_a_job_train_as_the_plain_script(loss: Any, size: int) 
         assert "run one by one on divided batches" in found[2][0]
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("loss", [branch, search])
 def test_a_job_that_reads_a_value_to_branch_runs_by_itself(loss: Any) -> None:
     for found in on_mesh(2, train, loss, False):

@@ -162,6 +162,7 @@ def test_verify_refuses_copies_of_workers(tmp_path: Path):
     assert "expected: --copies with processes beside workers" in done.stderr
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_plan_shows_the_memory_of_copies(tmp_path: Path, level: str):
     (tmp_path / "script.py").write_text(f"""

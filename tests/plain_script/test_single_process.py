@@ -168,7 +168,7 @@ def test_what_needs_ranks_ends_with_an_error_that_names_the_other_option(tmp_pat
     assert "".join(line for line in job.stdout.splitlines(True) if not line.startswith("refused")) == plain
 
 
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize(("end", "shown"), ENDS.items(), ids=ENDS)
 def test_the_exit_code_is_that_of_plain_python(end: str, shown: str, tmp_path: Path):
     job = run_logical(TRAINING + end, tmp_path)

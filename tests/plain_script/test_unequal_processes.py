@@ -55,7 +55,7 @@ def test_every_script_has_an_expectation():
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", EQUAL)
 def test_sources_that_ranks_share_train_as_one_device(name, tmp_path):
     done = rankless("run", "--logical", "-n", "2", "--quiet", str(SCRIPTS / f"{name}.py"), folder=tmp_path)
@@ -76,7 +76,7 @@ def test_sources_that_ranks_share_train_as_one_device(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(2)
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("name", NAMED)
 def test_other_differences_are_named(name, tmp_path):
     done = rankless("run", "--logical", "-n", "2", "--quiet", str(SCRIPTS / f"{name}.py"), folder=tmp_path)

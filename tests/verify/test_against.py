@@ -311,6 +311,7 @@ for batch in rankless.loader(data, 9, shuffle=True, seed=0):
 )
 
 
+@pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_a_frozen_copy_of_a_model_is_matched_with_the_references_frozen_copy(
     mode: str, baseline: Baseline, tmp_path: Path
