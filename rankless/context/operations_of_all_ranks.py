@@ -31,11 +31,13 @@ from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
 from rankless.errors import CollectiveError, RanklessError, RanksDiverged
+from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.default_generator import save_generators
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_json
 
 Result = TypeVar("Result")
+AnyWorld = TypeVar("AnyWorld", covariant=True)
 Part = Literal["attempt", "lasting", "end"]
 
 PATIENCE_SECONDS = 0.25
@@ -58,24 +60,54 @@ class Outcome(msgspec.Struct, frozen=True):
     """Whether ranks cannot go on after it."""
 
 
-class Losses(Protocol):
-    """Knows of workers without which the others continue; see `context.world.Recovery`."""
+class Recovery(Protocol[AnyWorld]):
+    """Makes operations of all workers that go on without those that are lost; see Note [operations] in `world`."""
 
     @property
-    def world(self) -> Any:
+    def world(self) -> AnyWorld:
         """The world of the workers that are left."""
+        ...
+
+    @property
+    def world_of_last_operation(self) -> AnyWorld:
+        """The world of the last operation; see `World.of_last_operation`."""
+        ...
+
+    @property
+    def owner(self) -> StateOwner:
+        """The owner that has the states; see `World.present_owner`."""
+        ...
+
+    def run(
+        self,
+        attempt: Callable[[AnyWorld], Result],
+        *,
+        commits: Callable[[], bool] = lambda: False,
+        is_in_step: bool = False,
+    ) -> Result:
+        """Return what an operation returns; see `World.run_for_all`.
+
+        Args:
+            attempt: Makes the operation in a world.
+            commits: Whether a step that participants count follows the operation.
+            is_in_step: Whether the operation is a part of a step, which the one before has begun and which counts.
+        """
         ...
 
     def is_interrupted(self) -> bool:
         """Return whether a worker has been lost, and the others have not formed a group anew."""
         ...
 
-    def recover(self) -> None:
-        """Form a group without lost workers. Called in the handler of an error."""
+    def has_lost(self, error: BaseException) -> bool:
+        """Return whether a worker was lost: whether the agent says so, or soon will.
+
+        Args:
+            error: What a call has raised that all workers make.
+        """
         ...
 
-    def run(self, attempt: Callable[[Any], Any]) -> Any:
-        """Return what an operation returns, of which others were a part that are lost meanwhile."""
+    def recover(self) -> None:
+        """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
         ...
 
 
@@ -87,11 +119,11 @@ class Operations:
     """The operations of all ranks, as this rank makes them. See Note [failed operations].
 
     Args:
-        losses: Knows of lost workers. Default: none may be lost.
+        recovery: Knows of lost workers. Default: none may be lost.
     """
 
-    def __init__(self, losses: Losses | None = None) -> None:
-        self._losses = losses
+    def __init__(self, recovery: Recovery[Any] | None = None) -> None:
+        self._recovery = recovery
         self._group: dist.ProcessGroup | None = None
         """The group of the last exchange."""
         self._number = 0
@@ -138,8 +170,8 @@ class Operations:
                     try:
                         agreed = self._agree(find_mesh(), error, before, "attempt", generators)
                     except _WorkerLost:
-                        assert self._losses is not None
-                        self._losses.recover()
+                        assert self._recovery is not None
+                        self._recovery.recover()
                         continue
                     raise agreed from agreed.__cause__
         finally:
@@ -156,20 +188,15 @@ class Operations:
     @contextmanager
     def prepare(self, mesh: Mesh) -> Iterator[None]:
         """Within the context, an exception belongs to the operation that comes next."""
-        before = exception()
+        failed: Exception | None = None
         try:
             yield
         except Exception as error:
             if not self._is_new(mesh):
                 raise
-            self.begin(mesh)
-            agreed = None
-            while agreed is None:
-                try:
-                    agreed = self._agree(mesh, error, before, "attempt")
-                except _WorkerLost:  # the others repeat the operation
-                    mesh, error = self._raise_again(error)
-            raise agreed from agreed.__cause__
+            failed = error
+        if failed is not None:
+            self._raise_in_operation(failed, mesh)
 
     @contextmanager
     def change(self, mesh: Mesh) -> Iterator[None]:
@@ -283,26 +310,20 @@ class Operations:
                 group.reopen(self._failures, check=self._check_losses)
         return outcomes
 
-    def _raise_again(self, error: Exception) -> tuple[Mesh, Exception]:
-        """Raise an exception in the operation that all make without a lost worker, and return their mesh and it.
+    def _raise_in_operation(self, error: Exception, mesh: Mesh) -> None:
+        """Make an operation that raises an exception. Others may make it again, without a worker that is lost."""
+        recovery = self._recovery
 
-        Called in its handler. The operation begins with what the lost worker had of states.
-        """
-        assert self._losses is not None
-        self._losses.recover()
-
-        def attempt(_world: object) -> None:
+        def attempt(_world: object = None) -> None:
             raise error
 
-        try:
-            self._losses.run(attempt)
-        except Exception as raised:
-            error = raised
-        mesh: Mesh = self._losses.world.mesh
-        return mesh, error
+        if recovery is None:
+            self.run(lambda: mesh, attempt)
+        else:
+            self.run(lambda: recovery.world.mesh, lambda: recovery.run(attempt))
 
     def _check_losses(self) -> None:
-        if self._losses is not None and self._losses.is_interrupted():
+        if self._recovery is not None and self._recovery.is_interrupted():
             raise _WorkerLost
 
     def _await_all(self, exchange: StoreExchange, mesh: Mesh, part: Part, *, is_patient: bool) -> bool:

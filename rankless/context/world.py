@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.changes_outside_jobs import ModelChangeDetector, OptimizerChanges
 from rankless.context.events_of_all_ranks import JointEvents
-from rankless.context.operations_of_all_ranks import Operations
+from rankless.context.operations_of_all_ranks import Operations, Recovery
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError
@@ -144,57 +144,6 @@ class StartedWorkers:
         return StartedWorkers(own=workers.rank, count=workers.size, kinds=kinds)
 
 
-class Recovery(Protocol):
-    """Makes operations of all workers that go on without those that are lost; see Note [operations]."""
-
-    @property
-    def world(self) -> "World":
-        """The world of the workers that are left."""
-        ...
-
-    @property
-    def world_of_last_operation(self) -> "World":
-        """The world of the last operation; see `World.of_last_operation`."""
-        ...
-
-    @property
-    def owner(self) -> StateOwner:
-        """The owner that has the states; see `World.present_owner`."""
-        ...
-
-    def run(
-        self,
-        attempt: "Callable[[World], Result]",
-        *,
-        commits: Callable[[], bool] = lambda: False,
-        is_in_step: bool = False,
-    ) -> "Result":
-        """Return what an operation returns; see `World.run_for_all`.
-
-        Args:
-            attempt: Makes the operation in a world.
-            commits: Whether a step that participants count follows the operation.
-            is_in_step: Whether the operation is a part of a step, which the one before has begun and which counts.
-        """
-        ...
-
-    def is_interrupted(self) -> bool:
-        """Return whether a worker has been lost, and the others have not formed a group anew."""
-        ...
-
-    def has_lost(self, error: BaseException) -> bool:
-        """Return whether a worker was lost: whether the agent says so, or soon will.
-
-        Args:
-            error: What a call has raised that all workers make.
-        """
-        ...
-
-    def recover(self) -> None:
-        """Form a group without lost workers. Called in the handler of an error, which it raises again in operations."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """What the command line asks of jobs."""
@@ -262,7 +211,7 @@ class World:
     """The workers with which the run began, where it may go on without some of them."""
     operations: Operations = field(default_factory=Operations)
     """Makes exceptions of one rank those of all."""
-    recovery: Recovery | None = None
+    recovery: "Recovery[World] | None" = None
     """Goes on without lost workers. None: a lost worker ends the run."""
 
     @property

@@ -112,15 +112,18 @@ class Mesh:
 
     def find_rank_along(self, axis: WorkerGroup, rank: int) -> int:
         """Return the rank along an axis of any worker of the mesh; see Note [axes]."""
-        number = next(number for number, known in enumerate(self.axes) if known is axis)
-        return rank // math.prod(inner.size for inner in self.axes[number + 1 :]) % self.axes[number].size
+        return rank // self._find_stride(axis) % axis.size
 
     def list_ranks_along(self, axis: WorkerGroup) -> list[int]:
         """Return the ranks in the mesh of the workers along an axis; see Note [axes]."""
+        stride = self._find_stride(axis)
+        first = self.rank - axis.rank * stride
+        return [first + place * stride for place in range(axis.size)]
+
+    def _find_stride(self, axis: WorkerGroup) -> int:
+        """Return how far the ranks in the mesh of neighbours along an axis are apart."""
         number = next(number for number, known in enumerate(self.axes) if known is axis)
-        stride = math.prod(inner.size for inner in self.axes[number + 1 :])
-        first = self.rank - self.axes[number].rank * stride
-        return [first + place * stride for place in range(self.axes[number].size)]
+        return math.prod(inner.size for inner in self.axes[number + 1 :])
 
     def check_sync_point(
         self,
