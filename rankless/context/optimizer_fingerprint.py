@@ -135,7 +135,8 @@ class OptimizerComparison:
             for number, kind in enumerate(kinds)
         )
         self._before = (b"",) * len(kinds)
-        self._change_counts = [0] * len(kinds)
+        self.change_counts = (0,) * len(kinds)
+        """Before how many calls the state of each had been changed outside jobs."""
 
     def fingerprint(self) -> OptimizerFingerprint:
         """Return the fingerprint for the call that is about to be made."""
@@ -163,8 +164,8 @@ class OptimizerComparison:
         changes = self._changes.find_changes(self._optimizers[number])
         if changes is None:
             return None
-        self._change_counts[number] += 1
-        count = self._change_counts[number]
+        counts = self.change_counts
+        self.change_counts = (*counts[:number], count := counts[number] + 1, *counts[number + 1 :])
         # A script that changes its state after every step must not stay slow.
         reads_contents = count & (count - 1) == 0
         return [(entry.parameter, entry.key, checksum(entry, reads_contents=reads_contents)) for entry in changes]

@@ -9,7 +9,8 @@ all its samples, which every rank knows. Tensors on a GPU are not read, because 
 import pickle
 import random
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import is_
 from typing import Any
 
@@ -107,10 +108,23 @@ class CallSync:
         self._optimizers = OptimizerComparison(
             job.optimizers, world.script.optimizer_changes, name_parameter=job.parameter_name
         )
-        self.calls = 0
-        self._change_count = 0
+        self.calls = self._change_count = 0
         self._states: Sequence[Tensor] = ()
         self._is_recorded = False
+
+    def take_over(self, before: "CallSync") -> None:
+        """Continue the comparison of more workers: those that are left had the same models, and have them still."""
+        self.calls, self._change_count, self._states = before.calls, before._change_count, before._states
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Within the context a call is counted, unless it raises: another rank may have raised before it counted."""
+        counts = self.calls, self._change_count, self._optimizers.change_counts
+        try:
+            yield
+        except Exception:
+            self.calls, self._change_count, self._optimizers.change_counts = counts
+            raise
 
     def check(
         self,

@@ -239,6 +239,39 @@ print(f"{steps} steps", flush=True)
     assert done.stdout == "OSError: sample 12 is damaged (index 12)\n" * 2 + "4 steps\n"
 
 
+@pytest.mark.exhaustive
+def test_calls_that_one_rank_had_not_counted_are_counted_by_none(tmp_path):
+    # Contents are compared before few of the calls, by the number of those before which states were changed.
+    text = """
+import torch, rankless
+from rankless.jobs.views import captured
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.Adam(model.parameters())
+
+@rankless.job(model=model, optimizer=optimizer)
+def train(rows):
+    return model(rows).square().mean()
+
+find, failed = captured.find_refused_argument, 0
+for step in range(14):
+    with torch.no_grad():
+        model.weight.mul_(1.01)
+        for state in optimizer.state.values():
+            state["exp_avg"].mul_(0.5)
+    if rankless.rank() == 1 and step in (2, 3, 6):  # before this rank counts the call
+        captured.find_refused_argument = lambda *_, **__: rankless.errors.DataError(expected="", found="", fix="")
+    try:
+        train(torch.ones(4, 3))
+    except rankless.errors.DataError:
+        failed += 1
+    captured.find_refused_argument = find
+print(failed, flush=True)
+"""
+    done = run_script(text, "-n", "2", "--devices", "cpu", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "3\n"
+
+
 def test_an_exception_that_nobody_catches_is_the_root_cause(tmp_path):
     text = DATA + "targets[22] = 55\nfor batch in batches:\n    train(*batch)\n"
     done = run_script(text, "-n", "2", folder=tmp_path)

@@ -47,9 +47,11 @@ class ConsistentView:
         """Generators of the script from which the job has drawn."""
         require_usable_models(job, world)
 
-    def take_captures(self, before: "ConsistentView") -> None:
-        """Capture nothing again that the view of more workers has captured."""
+    def take_over(self, before: "ConsistentView") -> None:
+        """Capture nothing, and compare no models, that the view of more workers has captured and compared."""
         self._programs.take_captures(before._programs)
+        if not before._world.numbering.has_copies:  # each worker has all states, and has them still
+            self._sync.take_over(before._sync)
 
     def divide_states(self) -> None:
         """Divide the job's states before its first call, unless that has been done. Collective."""
@@ -84,12 +86,8 @@ class ConsistentView:
         Returns:
             A function that sets gradients, and whatever else the program changes, and returns the result.
         """
-        calls = self._sync.calls
-        try:
+        with self._sync.counting():
             return self._compute(arguments)
-        except Exception:
-            self._sync.calls = calls  # a rank that raised early has not counted it
-            raise
 
     def _compute(self, arguments: FlattenedArguments) -> Callable[[], CallResult]:
         refused = find_refused_argument(self._job.function, arguments, trains=self._job.trains)

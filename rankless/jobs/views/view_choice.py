@@ -95,7 +95,7 @@ class WorldView:
         self._world = world
         self.view = self.view or start_view(self._job, world)
         if self.view is not before and isinstance(before, ConsistentView) and isinstance(self.view, ConsistentView):
-            self.view.take_captures(before)
+            self.view.take_over(before)
         return self.view
 
     def run(self, world: World, arguments: FlattenedArguments) -> Callable[[], CallResult]:
