@@ -13,7 +13,7 @@ from pathlib import Path
 
 from bench.commands import rankless_run, run
 from bench.pairs import Row, make_row
-from rankless.launch.watchdog.process_stats import ActivityTracker
+from rankless.launch.watchdog.process_activity import ActivityTracker
 
 WORKERS = 8
 POLLS = 20

@@ -16,15 +16,15 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from rankless import checkpoint
-from rankless.collectives.broadcast_state import require_synchronized
+from rankless.collectives.broadcast_and_compare_state import require_synchronized
 from rankless.config.environment import is_launched
 from rankless.config.rank_awareness import read_zero
 from rankless.context.once_for_all_ranks import call_in_one_process, call_once, require_no_capture
 from rankless.context.world import World
+from rankless.data.disjoint_shards_check import ShardCheckOptions, require_shards
 from rankless.data.loader import Loader, LoaderOptions, Reading
 from rankless.data.random_generators import take_process_states
-from rankless.data.shard_check import ShardCheckOptions, require_shards
-from rankless.deferred_models.building import DeferredBuild
+from rankless.deferred_models.build_and_materialize import DeferredBuild
 from rankless.errors import ConfigError
 from rankless.jobs.declared_argument_shapes import PerDevice, Whole
 from rankless.jobs.job import Job, divide_states_of_jobs, make_job
@@ -33,7 +33,7 @@ from rankless.jobs.views.mirrored import LocalArgument
 from rankless.launch.self_launch import ScriptHosts, relaunch, require_script
 from rankless.launch.spawn_function import Show, Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
-from rankless.parallel.plan import Plan, PlanSource, place
+from rankless.parallel.user_plan import Plan, PlanSource, place
 from rankless.plain_script.loaders import shard_loaded, shard_whole
 from rankless.records.events import AnyRecord, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel

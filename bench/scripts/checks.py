@@ -14,8 +14,8 @@ from torch import Tensor
 import rankless
 from bench.models import GPT, MLP, LeNet, loss_of, random_batch
 from rankless.compiler.guards.guards import GuardSet
+from rankless.context.all_or_nothing_operations import Operations
 from rankless.context.changes_outside_jobs import ModelChangeDetector
-from rankless.context.operations_of_all_ranks import Operations
 from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import rankless
 from bench.models import ManyParameters
-from rankless.compiler.codegen import LocalProgram
+from rankless.compiler.local_program import LocalProgram
 
 BLOCKS = 15
 STEPS = 10

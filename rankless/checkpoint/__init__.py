@@ -9,10 +9,10 @@ disk, and may run in a thread: ranks communicate through the folder, never by co
 tensors that `stored_tensors` reads when something needs them. Decisions 0031 and 0051 have the reasons.
 """
 
-from rankless.checkpoint.autosave import Autosave
+from rankless.checkpoint.checkpoint_series import Mode, Retention
 from rankless.checkpoint.checkpoints import Checkpoints, Restored, RunFunctions
 from rankless.checkpoint.loading import Loaded, load
-from rankless.checkpoint.retention import Mode, Retention
+from rankless.checkpoint.save_on_preemption import Autosave
 from rankless.checkpoint.saving import Layout, SaveOptions, Saver
 
 __all__ = [

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rankless.checkpoint.autosave import Autosave, check_step
-from rankless.checkpoint.loading import load
-from rankless.checkpoint.raise_on_all_ranks import Agreement
-from rankless.checkpoint.retention import (
+from rankless.checkpoint.checkpoint_series import (
     CheckpointDirectory,
     CheckpointSeries,
     Retention,
@@ -17,6 +14,9 @@ from rankless.checkpoint.retention import (
     best,
     check_retention,
 )
+from rankless.checkpoint.loading import load
+from rankless.checkpoint.raise_on_all_ranks import Agreement
+from rankless.checkpoint.save_on_preemption import Autosave, check_step
 from rankless.checkpoint.saving import SaveOptions, Saver
 from rankless.errors import CheckpointError
 

@@ -19,10 +19,10 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from rankless.checkpoint.incremental_row_files import KeyedRows, find_keyed_rows
 from rankless.checkpoint.manifest import Node
-from rankless.checkpoint.row_files import KeyedRows, find_keyed_rows
 from rankless.checkpoint.state_tree import DetachedWithoutGather, TreeWriter
-from rankless.deferred_models.building import materialize
+from rankless.deferred_models.build_and_materialize import materialize
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import Partition, find_partition, list_partitions
 

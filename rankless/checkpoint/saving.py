@@ -4,7 +4,8 @@
 # pieces of divided tensors; those that are written whole are written before the thread starts. The thread calls no
 # collective: two threads that start collectives on one group would sooner or later start them in different orders on
 # the ranks, and all would hang. The ranks agree before the thread starts. Then they exchange messages through the
-# folder (Note [files of ranks] in `folder`). They exchange the result at the next save, load or wait, which the script
+# folder (Note [files of ranks] in `folder_commit`). They exchange the result at the next save, load or wait, which the
+script
 # calls on every rank. It is a thread and not a forked process, because a fork would inherit locks that torch's threads
 # hold.
 """
@@ -23,13 +24,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from rankless.checkpoint.checkpoint_series import CheckpointSeries
 from rankless.checkpoint.content import Content, gather_content, leave_out_rows, pack_random_state, unpack_random_state
-from rankless.checkpoint.file_io import write_manifest
-from rankless.checkpoint.folder import UncommittedCheckpoint, disk_errors, resolve_target
+from rankless.checkpoint.folder_commit import UncommittedCheckpoint, disk_errors, resolve_target
+from rankless.checkpoint.incremental_row_files import KeyedRows, write_rows
 from rankless.checkpoint.manifest import Manifest, Node, RowRange, SeriesPosition, TensorPiece
+from rankless.checkpoint.manifest_io import write_manifest
 from rankless.checkpoint.raise_on_all_ranks import Agreement
-from rankless.checkpoint.retention import CheckpointSeries
-from rankless.checkpoint.row_files import KeyedRows, write_rows
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.collectives.byte_messages import all_gather_bytes, broadcast_bytes
 from rankless.errors import CheckpointError

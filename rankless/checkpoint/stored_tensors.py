@@ -11,9 +11,9 @@ import safetensors
 import torch
 from torch import Tensor
 
-from rankless.checkpoint.file_io import check_file, damaged_file_error, open_tensors
+from rankless.checkpoint.incremental_row_files import RowsColumn, StoredRows
 from rankless.checkpoint.manifest import MANIFEST_NAME, Manifest, TensorFile, TensorPiece, TensorReference
-from rankless.checkpoint.row_files import RowsColumn, StoredRows
+from rankless.checkpoint.manifest_io import check_file, damaged_file_error, open_tensors
 from rankless.checkpoint.tensor_file_writer import ELEMENT_CODES, STORED_AS, describe_stored, restore_dtype
 from rankless.ownership.stored_value import StoredValue
 from rankless.ownership.unread_tensor import UnreadTensor, settle

@@ -18,8 +18,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from rankless.checkpoint.file_io import compute_checksum
 from rankless.checkpoint.manifest import TensorFile, TensorPiece
+from rankless.checkpoint.manifest_io import compute_checksum
 
 ELEMENT_CODES = {
     torch.float64: "F64",

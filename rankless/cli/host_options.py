@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from rankless.config import environment
 from rankless.config.environment import chosen_variables
-from rankless.config.extension_run_options import GivenOptions, NamedWorkers, find_named_workers
-from rankless.config.hosts import (
+from rankless.config.extension_run_hooks import GivenOptions, NamedWorkers, find_named_workers
+from rankless.config.hosts_and_addresses import (
     DEFAULT_PORT,
     Host,
     add_heterogeneous,

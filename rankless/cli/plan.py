@@ -17,7 +17,7 @@ from rankless.cli.json_output import (
     require_different_files,
     require_writable_file,
 )
-from rankless.cli.program_options import (
+from rankless.cli.shared_run_options import (
     PLAN_HELP,
     add_copies_option,
     add_program_options,
@@ -27,12 +27,12 @@ from rankless.cli.program_options import (
     read_program,
 )
 from rankless.config.environment import default_log_folder
-from rankless.config.extension_run_options import count_row_holders, read_options
+from rankless.config.extension_run_hooks import count_row_holders, read_options
+from rankless.config.make_run_config import make_run_config
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import name_axes, write_plan
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
 from rankless.config.script_analysis import digest_source
-from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.plan_picture.picture_data import collect_plan

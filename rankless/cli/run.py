@@ -7,7 +7,7 @@ import sys
 from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import (
+from rankless.cli.shared_run_options import (
     PLAN_HELP,
     add_backend_option,
     add_copies_option,
@@ -21,11 +21,11 @@ from rankless.cli.program_options import (
 from rankless.config import environment
 from rankless.config.cluster_variables import expand_hosts, read_cluster_worker, read_node_count
 from rankless.config.environment import default_log_folder
-from rankless.config.extension_run_options import read_options
-from rankless.config.hosts import Host
+from rankless.config.extension_run_hooks import read_options
+from rankless.config.hosts_and_addresses import Host
+from rankless.config.make_run_config import count_gpus, make_run_config
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
-from rankless.config.validation import count_gpus, make_run_config
 from rankless.errors import ConfigError
 from rankless.launch import agent
 from rankless.records.run_summary import RunSummary
@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
                 run_once()
             else:
                 # Imported here: most runs start once.
-                restarts = importlib.import_module("rankless.launch.recovery.restarts")
+                restarts = importlib.import_module("rankless.launch.recovery.run_restarts")
                 restarts.run_with_restarts(run_once, restarts=config.request.restarts, notify=notify)
             return codes[-1]
     finally:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
-from rankless.cli.program_options import (
+from rankless.cli.shared_run_options import (
     PLAN_HELP,
     add_backend_option,
     add_copies_option,
@@ -24,16 +24,16 @@ from rankless.cli.program_options import (
     read_program,
 )
 from rankless.config.environment import default_log_folder
-from rankless.config.extension_run_options import NamedWorkers, check_options, describe_processes, read_options
+from rankless.config.extension_run_hooks import NamedWorkers, check_options, describe_processes, read_options
+from rankless.config.make_run_config import check_program, choose_run_mesh, choose_view
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest
-from rankless.config.validation import check_program, choose_run_mesh, choose_view
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
-from rankless.verify.decision import ComparisonOptions, Outcome, decide
 from rankless.verify.decision_report import VerifyReport, make_report, render_details
+from rankless.verify.run_and_decide import ComparisonOptions, Outcome, decide
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 NAME = "verify"

@@ -11,7 +11,7 @@ For Rankless itself: tensors, bytes and typed values over a mesh (`mesh_collecti
 
 from torch.distributed import ReduceOp
 
-from rankless.collectives.broadcast_state import broadcast_optimizer_state, broadcast_parameters
+from rankless.collectives.broadcast_and_compare_state import broadcast_optimizer_state, broadcast_parameters
 from rankless.collectives.data_movement import (
     all_gather,
     all_gather_coalesced,

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from rankless.collectives.call_signature import Shape
-from rankless.collectives.collective_queues import CheckedGroup
+from rankless.collectives.checked_process_group import CheckedGroup
 from rankless.errors import ConfigError
 
 GLOO_DTYPES = frozenset(

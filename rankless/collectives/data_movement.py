@@ -30,8 +30,8 @@ from rankless.collectives.argument_checks import (
     split_shapes,
 )
 from rankless.collectives.call_signature import Call, Shape
-from rankless.collectives.checked_collectives import Issue, PendingWork, combine_works
-from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.checked_collective_queue import Issue, PendingWork, combine_works
+from rankless.collectives.checked_process_group import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind, is_copied
 from rankless.errors import ConfigError
 from rankless.torch_versions import find_function

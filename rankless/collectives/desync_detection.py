@@ -22,8 +22,8 @@ from collections.abc import Callable, Container, Sequence
 import msgspec
 
 from rankless.collectives.byte_messages import all_gather_bytes, barrier
-from rankless.collectives.host_connections import NUMBER, ErrorMessage, HostConnection, connect_hosts
 from rankless.collectives.shared_memory_file import create_shared_file, host_identity
+from rankless.collectives.sync_point_connections import NUMBER, ErrorMessage, HostConnection, connect_hosts
 from rankless.collectives.sync_point_encoding import (
     MAX_SYNC_POINT_BYTES,
     PostedSyncPoint,

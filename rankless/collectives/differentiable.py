@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.distributed import ReduceOp
 
 from rankless.collectives import data_movement, reductions
-from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.checked_process_group import AnyGroup, CheckedGroup, resolve_group
 from rankless.errors import ConfigError
 
 __all__ = ["all_gather", "all_reduce", "all_to_all", "broadcast", "reduce", "reduce_scatter"]

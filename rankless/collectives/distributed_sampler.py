@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from rankless.collectives.collective_queues import notify
+from rankless.collectives.checked_process_group import notify
 from rankless.config import environment
 from rankless.errors import ConfigError
 from rankless.user_code import caller_line

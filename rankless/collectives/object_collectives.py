@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rankless.collectives.argument_checks import require_list_on_root, require_one_each
 from rankless.collectives.call_signature import Call
-from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.checked_process_group import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.data_movement import all_gather, all_gather_single, broadcast, gather, scatter
 from rankless.collectives.value_encoding import decode_value, encode_value
 from rankless.errors import ConfigError

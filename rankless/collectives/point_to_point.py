@@ -15,9 +15,9 @@ from torch import Tensor
 
 from rankless.collectives.argument_checks import describe_tensor, require_usable
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_collectives import CombinedWork, PendingWork
+from rankless.collectives.checked_collective_queue import CombinedWork, PendingWork
+from rankless.collectives.checked_process_group import AnyGroup, Channel, CheckedGroup, notify, resolve_group
 from rankless.collectives.collective_check import NOTIFY_INTERVAL_SECONDS
-from rankless.collectives.collective_queues import AnyGroup, Channel, CheckedGroup, notify, resolve_group
 from rankless.collectives.mesh_collectives import is_copied
 from rankless.errors import CollectiveError, ConfigError
 from rankless.user_code import caller_line

@@ -28,8 +28,8 @@ from rankless.collectives.argument_checks import (
     shapes_of,
 )
 from rankless.collectives.call_signature import Call
-from rankless.collectives.checked_collectives import PendingWork, combine_works
-from rankless.collectives.collective_queues import AnyGroup, CheckedGroup, resolve_group
+from rankless.collectives.checked_collective_queue import PendingWork, combine_works
+from rankless.collectives.checked_process_group import AnyGroup, CheckedGroup, resolve_group
 from rankless.collectives.mesh_collectives import flatten_by_kind
 from rankless.torch_versions import find_function
 

@@ -155,7 +155,7 @@ class Role(_Declared):
     """The kind of process that the extension adds to a run, beside its workers."""
 
     module: str
-    """Has `make_role(config)`, which returns a `rankless.launch.process_roles.ProcessRole` for one host of a run."""
+    """Has `make_role(config)`, which returns a `rankless.launch.process_role_interface.ProcessRole` for one host."""
     title: str
     """What a message calls all its processes, as in "the clocks"."""
     process: str
@@ -227,15 +227,15 @@ class Extension(_Declared):
     shared_options: tuple[str, ...] = ()
     """The options of Rankless that its options module gets, too, without dashes before them."""
     options_module: str = ""
-    """A module with `make_options()`, which returns a `RunOptions` of `rankless.config.extension_run_options`: how the
+    """A module with `make_options()`, which returns a `RunOptions` of `rankless.config.extension_run_hooks`: how the
     options are checked, and what they mean for a run."""
     participant: str = ""
     """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
     `WorkerConfig`, in runs whose command line has an option of the extension."""
     joint_participant: str = ""
-    """A module with `make_joint_participant(events, config, workers)`, which returns a
-    `JointParticipant` of `rankless.context.events_of_all_ranks`: in runs with a role or an option of the extension, and
-    for models whose modules name the module in `rankless_participant`."""
+    """A module with `make_joint_participant(events, config, workers)`, which returns a `JointParticipant` of
+    `rankless.context.extension_participants`: in runs with a role or an option of the extension, and for models whose
+    modules name the module in `rankless_participant`."""
     worker_kinds: bool = False
     """Whether the joint participant says what each kind of workers computes, in runs with heterogeneous workers."""
     saved_rows: str = ""

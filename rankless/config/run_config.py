@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from rankless.config.hosts import DEFAULT_PORT, Host
+from rankless.config.hosts_and_addresses import DEFAULT_PORT, Host
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
 from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
@@ -295,7 +295,7 @@ def decode_settings(settings: bytes, kind: type[Settings]) -> Settings:
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a user requests. `config.validation.make_run_config` makes a `RunConfig` from it."""
+    """What a user requests. `config.make_run_config.make_run_config` makes a `RunConfig` from it."""
 
     worker_count: int
     devices: str | None = None

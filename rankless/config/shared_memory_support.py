@@ -7,7 +7,7 @@ import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rankless.config.available_resources import measure_memory
+from rankless.config.available_cpu_and_memory import measure_memory
 from rankless.torch_versions import find_objection_to_python_groups, find_torch_version
 
 GROUP_BYTES_PER_RANK = 4 << 20

@@ -5,6 +5,6 @@ makes and calls it. A job runs in one of the `views`: plain on one device, consi
 `capture=False` on the whole batch on every rank, or mirrored once per device. An extension may add a view of its own.
 
 `job` flattens the arguments (`arguments`). `call_agreement` compares the call with those of other ranks, and
-`model_sync` the models. `programs.program_cache` finds or compiles the program. `optimizer_step`
+`model_sync_between_ranks` the models. `programs.program_cache` finds or compiles the program. `optimizer_step`
 accumulates (`gradient_accumulation`), checks, clips, and lets the script's optimizers step.
 """

@@ -25,7 +25,7 @@ from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.jobs.arguments import TENSOR, FlattenedArguments, find_leaf_paths
 from rankless.jobs.job_definition import JobDefinition
-from rankless.jobs.model_sync import check_models_equal, sync_models
+from rankless.jobs.model_sync_between_ranks import check_models_equal, sync_models
 
 PIECES = 256
 PIECE_BYTES = 64

@@ -2,8 +2,8 @@
 
 Note [weights of calls]: a mean over the rows of one call is S / C, with the call's own count C. The mean over the rows
 of all calls is sum(S) / sum(C). Its gradient is therefore the sum of C times each call's gradient, divided by sum(C). C
-is what the loss divides by: rows, valid targets, or a sum of class weights. `compiler.analysis.loss_normalizers` finds
-it. The accumulator keeps the running mean, so values do not grow with the number of calls and `.grad` is always a
+is what the loss divides by: rows, valid targets, or a sum of class weights. `compiler.accumulation.loss_normalizers`
+finds it. The accumulator keeps the running mean, so values do not grow with the number of calls and `.grad` is always a
 gradient.
 """
 

@@ -44,11 +44,11 @@ from rankless.jobs.optimizer_step import (
     count_group_parameters,
     require_fitting_optimizers,
 )
-from rankless.jobs.views.call_failures import explain_failure
+from rankless.jobs.views.call_error_explanations import explain_failure
 from rankless.jobs.views.captured import ConsistentView
-from rankless.jobs.views.view_choice import WorldView, divides_states
+from rankless.jobs.views.view_choice_and_recovery import WorldView, divides_states
 from rankless.ownership.state_owner import StateOwner
-from rankless.parallel.plan import PlanSource
+from rankless.parallel.user_plan import PlanSource
 from rankless.records.parallel_plan import JobPlan, Recompute
 from rankless.user_code import caller_line, display_name, is_user_code
 

@@ -16,7 +16,7 @@ from rankless.context.redundant_step_calls import JobLabel
 from rankless.errors import ConfigError
 from rankless.jobs.gradient_accumulation import LossWeight
 from rankless.ownership.step_on_shards import require_divisible
-from rankless.parallel.plan import Plan, PlanSource
+from rankless.parallel.user_plan import Plan, PlanSource
 from rankless.records.parallel_plan import ZERO_LEVELS, Recompute, ZeroLevel
 
 Models = nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from rankless.context.accumulation_passes import AccumulationPass
+from rankless.context.loader_passes import AccumulationPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.gradient_accumulation import GradientAccumulator

@@ -23,8 +23,8 @@ from rankless.ownership.shard_layout import GATHER_BYTES, assign, divide, give_t
 from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters, require_divisible
 from rankless.parallel.mesh import Mesh, find_axis, find_pipeline_axis, list_layer_axes
-from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import Shard, Sharding
+from rankless.parallel.user_plan import Plan
 from rankless.records.parallel_plan import JobPlan, PipelinePlan, StateDivision, StatePlan, ZeroLevel
 
 GROUPS = 32

@@ -2,5 +2,5 @@
 
 A `RunConfig` enters. Log files, records for an observer and an exit code leave. `cli` calls `agent.run`. Inside, each
 part imports only those after it: `agent`, `recovery`, `supervisor`, `watchdog`, `multi_host_setup`, `run_setup`,
-`doctor`, `rendezvous`, and the small modules `launcher_profile`, `ports`, `signals` and `worker_output`.
+`doctor`, `rendezvous`, and the small modules `launcher_profile`, `ports`, `signal_reader` and `worker_output`.
 """

@@ -16,7 +16,8 @@ from rankless.launch.launcher_profile import load_profile, make_run_folder
 from rankless.launch.live_run_publisher import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.ports import require_own_address
 from rankless.launch.run_setup import ReadyJob, set_up_job
-from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
+from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted, name_signal
+from rankless.launch.start_and_end_report import RunReport, WorkerTable, conclude
 from rankless.launch.supervisor.fork_server_client import (
     ForkServerClient,
     ForkServerPoolClient,
@@ -24,8 +25,7 @@ from rankless.launch.supervisor.fork_server_client import (
     WorkerParent,
 )
 from rankless.launch.supervisor.supervisor import RunOutcome, StoppingWorkers, Supervisor, choose_stop_times
-from rankless.launch.supervisor.verdict import Verdict
-from rankless.launch.terminal_report import RunReport, WorkerTable, conclude
+from rankless.launch.supervisor.verdict_types import Verdict
 from rankless.launch.watchdog.watchdog import Watchdog, WatchdogConfig, open_status_pages
 from rankless.launch.worker_configs import WorkerDescriptors, make_worker_configs
 from rankless.launch.worker_output import (

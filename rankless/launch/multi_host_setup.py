@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config import environment
-from rankless.config.hosts import (
+from rankless.config.hosts_and_addresses import (
     addresses_of,
     interface_of,
     interface_towards,
@@ -23,13 +23,14 @@ from rankless.config.hosts import (
 )
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
-from rankless.launch.doctor.single_host_checks import run_preflight
+from rankless.launch.authenticated_tcp_store import StoreServer
+from rankless.launch.doctor.preflight_and_host_checks import run_preflight
 from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
-from rankless.launch.process_roles import JoinedHosts, ProcessRole, open_roles
+from rankless.launch.process_role_interface import JoinedHosts, ProcessRole, open_roles
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
-from rankless.launch.rendezvous.host_facts import HostFacts, collect_host_facts
+from rankless.launch.rendezvous.host_consistency import HostFacts, collect_host_facts
 from rankless.launch.rendezvous.job_token import (
     DeliveredToken,
     FixedToken,
@@ -38,14 +39,13 @@ from rankless.launch.rendezvous.job_token import (
     make_leader_token,
     needs_token_delivery,
 )
-from rankless.launch.rendezvous.leader import start_hosts, wait_for_hosts
-from rankless.launch.rendezvous.leader_and_followers import FollowerPeers, LeaderPeer
 from rankless.launch.rendezvous.messages import ControlMessage, RoleMessage
+from rankless.launch.rendezvous.other_hosts_during_run import FollowerPeers, LeaderPeer
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
+from rankless.launch.rendezvous.wait_for_hosts import start_hosts, wait_for_hosts
 from rankless.launch.run_setup import ReadyJob, make_start
-from rankless.launch.signals import Interrupts
-from rankless.launch.store_server import StoreServer
+from rankless.launch.signal_reader import Interrupts
 from rankless.records.connection_attempts import UsedPort
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")

@@ -5,7 +5,7 @@ import socket
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.hosts import address_family
+from rankless.config.hosts_and_addresses import address_family
 from rankless.errors import ConfigError
 
 _ADDRESS = "127.0.0.1"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.config import environment
-from rankless.config.validation import make_run_config
+from rankless.config.make_run_config import make_run_config
 from rankless.errors import RanklessError
 from rankless.launch import agent
 from rankless.launch.rendezvous.ssh import RemoteTask

@@ -12,12 +12,12 @@ import msgspec
 
 from rankless.config.extensions import find_extension
 from rankless.errors import JoinError, LaunchError, RanklessError
-from rankless.launch.other_hosts import Peers
-from rankless.launch.process_roles import ProcessRole
+from rankless.launch.other_hosts_interface import Peers
+from rankless.launch.process_role_interface import ProcessRole
 from rankless.launch.rendezvous.control_server import INTERRUPTED
-from rankless.launch.rendezvous.leader_and_followers import FollowerPeers, LeaderPeer
 from rankless.launch.rendezvous.messages import JoinRefused, ProcessesStarted, StartRefused
-from rankless.launch.signals import Interrupts, RendezvousInterrupted, name_signal
+from rankless.launch.rendezvous.other_hosts_during_run import FollowerPeers, LeaderPeer
+from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted, name_signal
 from rankless.records.events import HostInterrupted, HostLost, Notice
 from rankless.records.live_run import ProcessRow
 

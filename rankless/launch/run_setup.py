@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rankless.config.backends import ABORTABLE, choose_abortable_backend, choose_backend, count_most_lost
+from rankless.config.backend_and_fault_tolerance import (
+    ABORTABLE,
+    choose_abortable_backend,
+    choose_backend,
+    count_most_lost,
+)
 from rankless.config.run_config import AgreedJobConfig, RunConfig
+from rankless.launch.authenticated_tcp_store import StoreServer
 from rankless.launch.launcher_profile import LauncherProfile, make_run_id
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
-from rankless.launch.process_roles import ProcessRole, RoleHost, WorkerContent, open_roles
-from rankless.launch.signals import Interrupts
-from rankless.launch.store_server import StoreServer
+from rankless.launch.process_role_interface import ProcessRole, RoleHost, WorkerContent, open_roles
+from rankless.launch.signal_reader import Interrupts
 
 
 @dataclass(frozen=True, kw_only=True)

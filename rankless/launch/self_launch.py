@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rankless.config import environment
-from rankless.config.hosts import Endpoint, parse_host_settings
+from rankless.config.hosts_and_addresses import Endpoint, parse_host_settings
 from rankless.config.run_config import Program, ProgramKind
 from rankless.errors import ConfigError
 from rankless.runtime.subprocess_command import rankless_command

@@ -31,9 +31,9 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 from rankless.config.environment import read_at_start, snapshot, spawn_server_environment, spawned_environment
 from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
-from rankless.launch.signals import name_signal
+from rankless.launch.signal_reader import name_signal
 from rankless.records.encoding import encode_json
-from rankless.runtime.fork_server_protocol import (
+from rankless.runtime.process_start_messages import (
     SpawnedProcess,
     ask_for_process,
     open_current_folder,

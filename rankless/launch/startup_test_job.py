@@ -4,8 +4,8 @@ import sys
 import tempfile
 from collections.abc import Callable
 
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Program, RunRequest
-from rankless.config.validation import make_run_config
 from rankless.launch import agent
 from rankless.runtime.fast_exit import FastExit
 

@@ -14,7 +14,7 @@ import msgspec
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
 from rankless.launch.run_setup import ReadyJob
-from rankless.launch.supervisor.verdict import Verdict
+from rankless.launch.supervisor.verdict_types import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,

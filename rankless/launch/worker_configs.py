@@ -9,7 +9,7 @@ from rankless.config.environment import worker_environment
 from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.launcher_profile import LauncherProfile, make_log_files
-from rankless.launch.process_roles import WorkerContent
+from rankless.launch.process_role_interface import WorkerContent
 from rankless.launch.run_setup import ReadyJob
 
 _NO_CONTENT = WorkerContent()

@@ -22,10 +22,10 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir import custom_ops
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order
+from rankless.compiler.local_program import generate_function
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.rules.strategy import list_tensor_slots

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import BackwardHook
 
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
+from rankless.logical_view.bucketed_gradient_sums import POST_HOOK, GradientPass, find_leaves
 from rankless.logical_view.call_observers import MoveReason
 from rankless.logical_view.call_trace import TRACE_STATE
 from rankless.logical_view.function_handlers import (
@@ -33,7 +34,6 @@ from rankless.logical_view.function_handlers import (
     take_whole_values,
     wrap_gradient,
 )
-from rankless.logical_view.gradient_sums import POST_HOOK, GradientPass, find_leaves
 from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
 from rankless.logical_view.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate

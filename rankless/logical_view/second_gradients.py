@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir.logical_program import is_random_node
+from rankless.compiler.local_program import generate_function
 from rankless.logical_view.call_trace import TracedCall
 from rankless.parallel.tensor_placement import Placement
 

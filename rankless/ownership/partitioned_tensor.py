@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.errors import ConfigError, RanklessError
-from rankless.ownership.host_offload import copy_to_device
+from rankless.ownership.host_device_copies import copy_to_device
 from rankless.ownership.shard_layout import ShardLayout, gather_shards
 from rankless.ownership.stored_value import StoredValue
 from rankless.parallel.mesh import WorkerGroup

@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 
 from rankless.collectives.mesh_collectives import all_reduce, all_reduce_maximum
 from rankless.ownership.adjacent_shards_in_shared_memory import SharedMemoryShards, SharedValue
-from rankless.ownership.host_offload import copy_to_device, copy_to_host
+from rankless.ownership.host_device_copies import copy_to_device, copy_to_host
+from rankless.ownership.optimizer_parameter_shards import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
     RunTogether,
@@ -36,15 +37,14 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
     run_directly,
 )
-from rankless.ownership.planned_shards import (
+from rankless.ownership.shard_layout import ShardLayout, gather_shards, send_to_copies
+from rankless.ownership.state_owner import GradientSums, Replica, StateOwner, get_elements
+from rankless.ownership.state_plan_by_axis import (
     omit_divisions,
     read_placement,
     require_same_division,
     select_divisions,
 )
-from rankless.ownership.shard_layout import ShardLayout, gather_shards, send_to_copies
-from rankless.ownership.sharded_parameters import DividedParameter, gather_after_step, make_divided_parameter
-from rankless.ownership.state_owner import GradientSums, Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.step_on_shards import (
     find_state_layout,

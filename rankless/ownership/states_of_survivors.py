@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.mesh_collectives import broadcast
 from rankless.errors import LostWorkerError
+from rankless.ownership.optimizer_parameter_shards import DividedParameter
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, find_partition
 from rankless.ownership.shard_layout import GATHER_BYTES, ShardLayout, group_in_order
-from rankless.ownership.sharded_parameters import DividedParameter
 from rankless.ownership.state_owner import GradientSums
 from rankless.ownership.step_on_shards import (
     SharedEntry,

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.errors import ConfigError
+from rankless.ownership.optimizer_parameter_shards import DividedParameter
 from rankless.ownership.partitioned_tensor import (
     Partition,
     WholeValues,
@@ -27,7 +28,6 @@ from rankless.ownership.partitioned_tensor import (
     make_partitioned_tensor,
 )
 from rankless.ownership.shard_layout import ShardLayout, order_dims
-from rankless.ownership.sharded_parameters import DividedParameter
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rankless.deferred_models.building import become
+from rankless.deferred_models.build_and_materialize import become
 from rankless.ownership.partitioned_tensor import CallsWithWholes, call_with_wholes
 from rankless.ownership.stored_value import ConvertedSource, StoredValue
 

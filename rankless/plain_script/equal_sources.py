@@ -25,7 +25,7 @@ from collections.abc import Callable, Sized
 from types import FrameType
 from typing import Any, SupportsIndex
 
-from rankless.plain_script.effects import Effects, replace_everywhere
+from rankless.plain_script.effects_on_first_rank import Effects, replace_everywhere
 
 OWN_ENTROPY = ("tempfile", "multiprocessing", "torch", "rankless", "asyncio", "ssl", "concurrent")
 """Packages whose random names and keys must differ between processes."""

@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rankless.plain_script.effects import Effects, replace_everywhere
+from rankless.plain_script.effects_on_first_rank import Effects, replace_everywhere
 from rankless.plain_script.files_seen_by_first_rank import (
     describe_result,
     describe_status,

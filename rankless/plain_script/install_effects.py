@@ -4,10 +4,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rankless.plain_script.effects import EffectRanks, Effects
+from rankless.plain_script.effects_on_first_rank import EffectRanks, Effects
 from rankless.plain_script.equal_sources import EqualSources
 from rankless.plain_script.file_effects import FileEffects
-from rankless.plain_script.library_writers import LibraryWriters
+from rankless.plain_script.logical_tensor_writers import LibraryWriters
 from rankless.plain_script.native_library_files import LibraryFiles
 from rankless.plain_script.process_effects import ProcessEffects
 

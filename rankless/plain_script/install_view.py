@@ -22,11 +22,11 @@ from rankless.logical_view.call_observers import OBSERVERS, send_call
 from rankless.logical_view.call_trace import TRACE_STATE
 from rankless.logical_view.gradients import LogicalBackward
 from rankless.logical_view.tensor import DividedTensor, LogicalView
-from rankless.plain_script.divided_draws import divide_draws
-from rankless.plain_script.effects import Effects
+from rankless.plain_script.batch_random_draws import divide_draws
+from rankless.plain_script.effects_on_first_rank import Effects
+from rankless.plain_script.hide_ranks import hide_ranks
 from rankless.plain_script.loaders import divide_batches
 from rankless.plain_script.sharded_optimizers import ShardedOptimizers
-from rankless.plain_script.single_process import hide_ranks
 from rankless.plain_script.step_notifications import ScriptSteps
 from rankless.user_code import script_line
 

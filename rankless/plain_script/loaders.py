@@ -19,8 +19,8 @@ from rankless.logical_view.call_observers import OBSERVERS
 from rankless.logical_view.tensor import DividedTensor, LogicalView, shard_rows
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.tensor_placement import Shard
-from rankless.plain_script.effects import Effects
-from rankless.plain_script.own_sample_reading import LoaderState, SharedReading
+from rankless.plain_script.effects_on_first_rank import Effects
+from rankless.plain_script.per_rank_sample_reading import LoaderState, SharedReading
 
 ITERATE = DataLoader.__iter__
 

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from rankless.plain_script.effects import Effects, replace_everywhere, take_whole_values
+from rankless.plain_script.effects_on_first_rank import Effects, replace_everywhere, take_whole_values
 from rankless.plain_script.file_effects import FileEffects
 from rankless.plain_script.substitute_files import FSTAT, OS_OPEN, OpenFile
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rankless.plain_script.effects import Effects, replace_everywhere
+from rankless.plain_script.effects_on_first_rank import Effects, replace_everywhere
 
 POPEN, RUN = subprocess.Popen, subprocess.run
 PLAIN_CALLS = (

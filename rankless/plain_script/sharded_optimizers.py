@@ -25,9 +25,9 @@ from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.logical_view.call_observers import OBSERVERS, REASONS, MoveReason, send_move
 from rankless.logical_view.tensor import LogicalView
+from rankless.ownership.optimizer_parameter_shards import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.partitioned_tensor import find_partition
 from rankless.ownership.shard_layout import ShardLayout, assign, divide
-from rankless.ownership.sharded_parameters import DividedParameter, gather_after_step, make_divided_parameter
 from rankless.ownership.step_on_shards import ELEMENTWISE, READS_WHOLE, list_parameters, on_shards, share_state
 from rankless.parallel.mesh import MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard

@@ -18,7 +18,7 @@ class ConnectionTarget(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     port: int
     has_probe: bool = True
-    """Whether a listener of `launch.rendezvous.link_test` answers there. If not, a connection is all that is tried."""
+    """Whether a listener of `rendezvous.connect_and_measure` answers there. If not, only a connection is tried."""
 
 
 class ConnectionAttempt(msgspec.Struct, frozen=True, kw_only=True):

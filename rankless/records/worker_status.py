@@ -1,7 +1,7 @@
 """The status that a worker publishes in memory that it shares with its agent: its main thread, its training steps.
 
 The place of its main thread and the stacks of all its threads follow in the same memory. The worker writes them on
-request (`runtime.status_publisher`): the stacks for the watchdog of its agent, the place for `rankless status`.
+request (`runtime.status_and_stack_writer`): the stacks for the watchdog of its agent, the place for `rankless status`.
 """
 
 import os

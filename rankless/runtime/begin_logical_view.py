@@ -9,7 +9,7 @@ import torch.distributed as dist
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.context.world import World
 from rankless.logical_view.agreement import RankAgreement
-from rankless.plain_script.effects import Effects
+from rankless.plain_script.effects_on_first_rank import Effects
 from rankless.plain_script.install_view import install
 from rankless.runtime.current_context import current_context
 from rankless.runtime.process_context import RecordObserver

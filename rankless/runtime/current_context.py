@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rankless.errors import JoinError
-from rankless.plain_script.single_process import make_refusal
+from rankless.plain_script.hide_ranks import make_refusal
 from rankless.runtime.process_context import ProcessContext, RecordObserver, join
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo, find_rendezvous_info
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from rankless.config import environment
-from rankless.config.hosts import listen_on
+from rankless.config.hosts_and_addresses import listen_on
 from rankless.records.doctor_records import (
     MARK,
     AllReduceFailed,

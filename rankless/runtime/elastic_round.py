@@ -2,7 +2,7 @@
 
 See Note [rounds] in `records.elastic_messages`.
 
-The driver serves the store of all rounds: see Note [rounds of a store] in `launch.store_server`.
+The driver serves the store of all rounds: see Note [rounds of a store] in `launch.authenticated_tcp_store`.
 """
 
 import contextlib

@@ -10,7 +10,7 @@ import re
 from types import TracebackType
 from typing import NamedTuple
 
-from rankless.config.available_resources import describe_shared_memory
+from rankless.config.available_cpu_and_memory import describe_shared_memory
 from rankless.errors import RanklessError
 from rankless.user_code import is_library
 

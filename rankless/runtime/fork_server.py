@@ -30,10 +30,8 @@ from rankless.config.script_analysis import names_rankless, names_word
 from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started, send_record
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.fork_server_protocol import CUT, KILL, decode_signals, receive_worker_launch
-from rankless.runtime.hooks.import_aliases import is_alias_active
-from rankless.runtime.preload import preload
-from rankless.runtime.process_tree import (
+from rankless.runtime.hooks.extension_import_aliases import is_alias_active
+from rankless.runtime.linux_process_control import (
     EndedChild,
     adopt_orphans,
     delay_interrupts,
@@ -43,6 +41,8 @@ from rankless.runtime.process_tree import (
     set_parent_death_signal,
     thread_count,
 )
+from rankless.runtime.preload_option import preload
+from rankless.runtime.process_start_messages import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.release_waiting_ranks import cut_connections, end_shared_groups
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker

@@ -25,10 +25,10 @@ from rankless.config.extensions import find_extension, import_declared
 from rankless.config.plan_file import read_plan
 from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import Backend
-from rankless.context.events_of_all_ranks import JointEvents
-from rankless.context.operations_of_all_ranks import Operations
+from rankless.context.all_or_nothing_operations import Operations
+from rankless.context.extension_participants import JointEvents
+from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
-from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
@@ -43,13 +43,13 @@ from rankless.runtime.rendezvous.find_rendezvous import (
     print_notice,
 )
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
-from rankless.runtime.rendezvous.tcp import join_tcp_rendezvous
-from rankless.runtime.status_publisher import publish_totals
+from rankless.runtime.rendezvous.tcp_rendezvous import join_tcp_rendezvous
+from rankless.runtime.status_and_stack_writer import publish_totals
 from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world
 from rankless.user_code import caller_line
 from rankless.verify.recording.input_digests import InputDigests
-from rankless.verify.recording.jobs_and_models_survey import survey_script
 from rankless.verify.recording.run_recorder import RunRecorder
+from rankless.verify.recording.survey_at_end import survey_script
 from rankless.verify.recording.value_probes import ValueInspector
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class ProcessContext:
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
         if config is not None and config.observation.programs is not None and config.recording is None:
             # With the logical view.
-            step_recorder = importlib.import_module("rankless.jobs.programs.logical_step_recorder")
+            step_recorder = importlib.import_module("rankless.jobs.programs.logical_step_counts")
             yield step_recorder.StepRecorder(lambda: self.world.settings.programs)
         if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)

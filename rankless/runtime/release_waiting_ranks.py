@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from rankless.records.group_failures import (
+from rankless.records.group_failure_codes import (
     FAILURE_OFFSET,
     GROUP_MARK,
     MARK_OFFSET,
@@ -31,7 +31,7 @@ from rankless.records.group_failures import (
     FailureKind,
     encode_failure,
 )
-from rankless.runtime.process_tree import descendants
+from rankless.runtime.linux_process_control import descendants
 
 _PIDFD_GETFD = 438
 """The system call's number, the same on all architectures; neither Python nor older C libraries have it."""

@@ -20,7 +20,7 @@ _MODULE = (
     "parent = int(sys.argv.pop(1))\n"
     "if not sys.flags.safe_path: del sys.path[0]\n"
     "if root not in sys.path: sys.path.append(root)\n"
-    "from rankless.runtime.process_tree import end_with_parent\n"
+    "from rankless.runtime.linux_process_control import end_with_parent\n"
     "end_with_parent(parent)\n"
     "from runpy import run_module\n"
     "run_module({module!r}, run_name='__main__', alter_sys=True)\n"

@@ -31,7 +31,7 @@ from rankless.records.events import (
 )
 from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.hooks import import_aliases
+from rankless.runtime.hooks import extension_import_aliases
 from rankless.runtime.hooks.debugging import (
     extend_timeouts,
     refuse_breakpoints,
@@ -39,10 +39,15 @@ from rankless.runtime.hooks.debugging import (
     refuse_pdb,
 )
 from rankless.runtime.hooks.import_hook import FirstImportHook
-from rankless.runtime.hooks.written_files import TENSORBOARD_WRITER, FileWriteMonitor, list_ignored, silence_writers
-from rankless.runtime.process_tree import allow_interrupts, set_parent_death_signal
+from rankless.runtime.hooks.written_files_and_tensorboard import (
+    TENSORBOARD_WRITER,
+    FileWriteMonitor,
+    list_ignored,
+    silence_writers,
+)
+from rankless.runtime.linux_process_control import allow_interrupts, set_parent_death_signal
 from rankless.runtime.redirect_output import measure_error_log, redirect_output, take_terminal
-from rankless.runtime.status_publisher import publish_status
+from rankless.runtime.status_and_stack_writer import publish_status
 from rankless.runtime.user_program import exec_command, expand_local_rank, prepare_main
 from rankless.terminal import process_title
 
@@ -155,7 +160,7 @@ class WorkerProcess:
         if "numpy" in sys.modules:
             hook.hide("numpy")
         sys.meta_path.insert(0, hook)
-        import_aliases.install(self._warn_of_installed)
+        extension_import_aliases.install(self._warn_of_installed)
 
     def set_up_at_once(self) -> None:
         """Set up torch at once: preloaded modules have bound it, so the script may use it without an import."""
@@ -220,7 +225,7 @@ class WorkerProcess:
             if self._outside is not None:
                 self._outside.end()
             if self._config.is_logical:
-                importlib.import_module("rankless.plain_script.single_process").explain(error)
+                importlib.import_module("rankless.plain_script.hide_ranks").explain(error)
             self._report_error(_remove_own_frames(error))
             sys.excepthook(type(error), error, error.__traceback__)
             return 130 if isinstance(error, KeyboardInterrupt) else 1

@@ -20,9 +20,9 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
 from rankless.config.mesh_option import AXES
 from rankless.config.run_config import Backend
-from rankless.context.events_of_all_ranks import JointEvents
-from rankless.context.operations_of_all_ranks import list_groups
-from rankless.context.raised_errors import RaisedError, describe_error, is_of_another_rank, make_same_error
+from rankless.context.all_or_nothing_operations import list_groups
+from rankless.context.exception_serialization import RaisedError, describe_error, is_of_another_rank, make_same_error
+from rankless.context.extension_participants import JointEvents
 from rankless.context.world import PipelineStages, World
 from rankless.errors import CollectiveError, LostWorkerError
 from rankless.ownership.sharded_state_owner import ShardedStateOwner

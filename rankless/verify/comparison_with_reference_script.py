@@ -18,8 +18,13 @@ from itertools import product
 
 import msgspec
 
-from rankless.records.verify_results import JobCalled, ModelRegistered, StepRecorded, TensorState, TensorSummary
-from rankless.verify.comparison import Comparison, Divergence, find_first_excess, find_loss_leaf, make_row
+from rankless.records.verify_recording_format import (
+    JobCalled,
+    ModelRegistered,
+    StepRecorded,
+    TensorState,
+    TensorSummary,
+)
 from rankless.verify.differences import (
     RESOLUTION,
     Difference,
@@ -34,7 +39,14 @@ from rankless.verify.differences import (
     locate,
     measure,
 )
-from rankless.verify.recording_reader import Recording, take_beginning, to_array
+from rankless.verify.differences_beyond_tolerance import (
+    Comparison,
+    Divergence,
+    find_first_excess,
+    find_loss_leaf,
+    make_row,
+)
+from rankless.verify.read_and_combine_recordings import Recording, take_beginning, to_array
 from rankless.verify.tolerance import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 
 

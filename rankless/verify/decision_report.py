@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from rankless.verify.causes import Cause
-from rankless.verify.comparison import Comparison, Divergence, TableLine, Tolerance
-from rankless.verify.decision import Decision, Outcome
+from rankless.verify.differences_beyond_tolerance import Comparison, Divergence, TableLine, Tolerance
 from rankless.verify.first_differing_value import FirstDifferingValue, render_first_value
+from rankless.verify.run_and_decide import Decision, Outcome
 
 EXIT_CODES: Mapping[Outcome, int] = {"same": 0, "different": 1, "undecided": 3}
 """The exit codes of `rankless verify`; 2 is an invalid command line, 130 an interrupt."""

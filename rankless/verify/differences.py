@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from rankless.records.verify_results import (
+from rankless.records.verify_recording_format import (
     JobCalled,
     Leaf,
     ModelRegistered,
@@ -16,7 +16,7 @@ from rankless.records.verify_results import (
     TensorState,
     TensorSummary,
 )
-from rankless.verify.recording_reader import Array, Recording, to_array
+from rankless.verify.read_and_combine_recordings import Array, Recording, to_array
 
 Kind = Literal["result", "gradient", "parameter", "final"]
 

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.verify_results import ComputedValue
+from rankless.records.verify_recording_format import ComputedValue
 from rankless.verify.differences import RESOLUTION, compute_sketch_distance
 from rankless.verify.tolerance import GRADIENT_ROUNDING_ERRORS, NOISE_FACTOR, ROUNDING_BOUND
 

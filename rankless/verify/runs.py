@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import (
     Cluster,
     InspectedCall,
@@ -20,13 +21,12 @@ from rankless.config.run_config import (
     RunObservation,
     RunRequest,
 )
-from rankless.config.validation import make_run_config
 from rankless.records.job_programs import ProgramRecord, read_program_records
 from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
-from rankless.records.verify_results import ComputedValue, read_values
+from rankless.records.verify_recording_format import ComputedValue, read_values
 from rankless.verify.comparison_with_reference_script import ReferenceRun
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value
-from rankless.verify.recording_reader import Recording, combine_losses, read_recordings
+from rankless.verify.read_and_combine_recordings import Recording, combine_losses, read_recordings
 
 INTERRUPTED = 130
 

@@ -2,7 +2,7 @@
 
 Note [what is allowed]: two correct runs sum in different orders, so they differ by rounding, and training amplifies the
 difference. No constant tells by how much. The noise run does: the one-worker run with perturbed last bits
-(jobs/rounding_noise.py, Note [noise floor]). The limit of a difference is the largest of
+(jobs/last_bit_perturbation.py, Note [noise floor]). The limit of a difference is the largest of
   - 10 x the noise in the same tensor, the largest of this and earlier steps; 100 x in float64, where the smallest fault
     is still a million times larger than rounding, and where a tensor's noise in a single run may by chance be small;
   - the rounding bound: 1e-12 (float64), 1e-5 (float32), 1e-2 (float16), 5e-2 (bfloat16) of the tensor's
@@ -20,16 +20,16 @@ counted units, the limit is the likely number of flips: at least one, and at mos
 
 The noise run may end before the other runs. From there on the noise counts as what it was at its end, and the rule for
 parameters whose gradients are all rounding does not hold. Each limit is then at most what a whole noise run would make
-it, so a comparison that passes would have passed. One that does not pass says nothing: `decision` makes the noise run
-whole.
+it, so a comparison that passes would have passed. One that does not pass says nothing: `run_and_decide` makes the noise
+run whole.
 
 Ranks of one run must agree within the rounding bound alone, because they hold copies, and copies do not diverge.
 
 If rounding flips a max-pool, a ReLU or an argmax, a step jumps, and the noise run need not jump at the same step. No
 measured noise bounds that, but more precise arithmetic does. `Comparison.needs_float64` says when it should decide.
 
-A limit may be so high that it hides faults; `comparison` finds such limits. Then the training is not called the same
-(docs/decisions/0004-noise-floor.md, 0019-three-outcomes.md).
+A limit may be so high that it hides faults; `differences_beyond_tolerance` finds such limits. Then the training is not
+called the same (docs/decisions/0004-noise-floor.md, 0019-three-outcomes.md).
 
 If the one-worker run's repetition differs by over 1,000 x the rounding bound before its first step, the script is not
 repeatable, and there is no verdict.

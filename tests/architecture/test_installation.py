@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rankless import installation
-from rankless.installation import format_install_command
+from rankless import install_command
+from rankless.install_command import format_install_command
 
 
 class Installed:
@@ -59,6 +59,6 @@ def test_a_checkout_that_nobody_installed_names_itself(monkeypatch: pytest.Monke
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "distribution", missing)
-    assert format_install_command("ps") == f'pip install "{installation.CHECKOUT}[ps]"'
-    assert format_install_command(pip="python -m pip") == f'python -m pip install "{installation.CHECKOUT}"'
-    assert (installation.CHECKOUT / "pyproject.toml").is_file()
+    assert format_install_command("ps") == f'pip install "{install_command.CHECKOUT}[ps]"'
+    assert format_install_command(pip="python -m pip") == f'python -m pip install "{install_command.CHECKOUT}"'
+    assert (install_command.CHECKOUT / "pyproject.toml").is_file()

@@ -27,7 +27,7 @@ MUTATING_METHODS = {
 MODULE_STATE = {
     "rankless/runtime/current_context.py": "holds the process's one joined runtime, read by rankless.api",
     "rankless/extensions/horovod/context.py": "Horovod's API is global by nature",
-    "rankless/collectives/collective_queues.py": "queues of torch's groups, global and without attributes (0010)",
+    "rankless/collectives/checked_process_group.py": "queues of torch's groups, global and without attributes (0010)",
     "rankless/runtime/elastic_round.py": "the process's one tie to the driver of its elastic job, across hvd.init's",
     "rankless/extensions/horovod/torch/elastic/state.py": "set_handler_registry: Horovod's API has one registry",
 }

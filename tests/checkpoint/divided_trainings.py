@@ -8,7 +8,7 @@ from torch import nn
 
 from rankless.checkpoint import SaveOptions, Saver, load
 from rankless.context.world import World
-from rankless.deferred_models.building import DeferredBuild
+from rankless.deferred_models.build_and_materialize import DeferredBuild
 from rankless.jobs.job import divide_states_of_jobs, make_job
 from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh

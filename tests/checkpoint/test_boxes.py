@@ -12,8 +12,8 @@ from support.processes import on_mesh
 from support.two_axes import make_two_axes
 
 from rankless.checkpoint import SaveOptions, Saver, load, tensor_file_writer
-from rankless.checkpoint.file_io import read_manifest, write_manifest
 from rankless.checkpoint.manifest import RowRange
+from rankless.checkpoint.manifest_io import read_manifest, write_manifest
 from rankless.errors import CheckpointError
 from rankless.ownership.partitioned_tensor import Partition, WholeValues, make_partitioned_tensor
 from rankless.ownership.shard_layout import ShardLayout

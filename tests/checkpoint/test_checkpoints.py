@@ -11,9 +11,9 @@ from checkpoint.saved_objects import SOLO, Holder, Number
 from support.processes import on_mesh
 
 import rankless
-from rankless.checkpoint import Checkpoints, Retention, RunFunctions, SaveOptions, Saver, retention
-from rankless.checkpoint.file_io import peek, read_manifest
+from rankless.checkpoint import Checkpoints, Retention, RunFunctions, SaveOptions, Saver, checkpoint_series
 from rankless.checkpoint.manifest import encode_manifest
+from rankless.checkpoint.manifest_io import peek, read_manifest
 from rankless.errors import CheckpointError
 
 
@@ -97,7 +97,9 @@ def test_load_returns_none_without_checkpoints_and_names_a_missing_step(tmp_path
 
 def test_manifests_that_have_not_changed_are_read_once(tmp_path, monkeypatch):
     checkpoints, read = open_checkpoints(tmp_path), []
-    monkeypatch.setattr(retention, "peek", lambda folder, header: read.append(folder.name) or peek(folder, header))
+    monkeypatch.setattr(
+        checkpoint_series, "peek", lambda folder, header: read.append(folder.name) or peek(folder, header)
+    )
     save_metrics(checkpoints, [None] * 4)
     assert checkpoints.steps == [1, 2, 3, 4]
     assert sorted(read) == ["step-1", "step-2", "step-3", "step-4"]

@@ -18,8 +18,8 @@ import torch
 from checkpoint.saved_objects import SOLO, Holder, save
 
 from rankless.checkpoint import load
-from rankless.checkpoint.file_io import MANIFEST_LIMIT_BYTES, read_manifest
 from rankless.checkpoint.manifest import Manifest, encode_manifest
+from rankless.checkpoint.manifest_io import MANIFEST_LIMIT_BYTES, read_manifest
 from rankless.errors import CheckpointError
 
 STATE = {"numbers": [1, 2.5, "x"], "t": torch.arange(6.0), "n": torch.ones(2, 3)}

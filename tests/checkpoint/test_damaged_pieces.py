@@ -13,7 +13,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import SaveOptions, load, tensor_file_writer
-from rankless.checkpoint.file_io import read_manifest, write_manifest
+from rankless.checkpoint.manifest_io import read_manifest, write_manifest
 from rankless.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from checkpoint.saved_objects import Number, loaded_number, save
 
-from rankless.checkpoint import folder
-from rankless.checkpoint.file_io import read_manifest
-from rankless.checkpoint.folder import UncommittedCheckpoint
+from rankless.checkpoint import folder_commit
+from rankless.checkpoint.folder_commit import UncommittedCheckpoint
 from rankless.checkpoint.manifest import TensorFile, encode_manifest
+from rankless.checkpoint.manifest_io import read_manifest
 from rankless.errors import CheckpointError
 
 
@@ -144,7 +144,7 @@ def test_rank_0_waits_for_a_file_while_it_grows_and_then_raises(tmp_path, monkey
     uncommitted = UncommittedCheckpoint(tmp_path / "c")
     uncommitted.open("token")
     uncommitted.reserve(1, "token")
-    monkeypatch.setattr(folder, "STALL_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(folder_commit, "STALL_TIMEOUT_SECONDS", 0.05)
     with pytest.raises(CheckpointError, match=r"rank 1 to write its part[\s\S]*no file has grown"):
         uncommitted.collect_files([1])
     uncommitted.report_failure(1, because=OSError())
@@ -165,7 +165,7 @@ def test_rank_0_waits_for_a_late_file(tmp_path, monkeypatch):
         if len(looks) == 3:
             uncommitted.report_written(1, part)
 
-    monkeypatch.setattr(folder.time, "sleep", look)
+    monkeypatch.setattr(folder_commit.time, "sleep", look)
     assert uncommitted.collect_files([1]) == [part]
     assert len(looks) == 3
     assert list(uncommitted.folder.iterdir()) == []

@@ -11,7 +11,7 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.checkpoint import load
-from rankless.checkpoint.file_io import read_manifest
+from rankless.checkpoint.manifest_io import read_manifest
 from rankless.checkpoint.saving import assign_tensors
 from rankless.errors import CheckpointError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.jobs import DEADLINE_SECONDS, RANKLESS
 
-from rankless.cli.program_options import find_misplaced_count
+from rankless.cli.shared_run_options import find_misplaced_count
 from rankless.config.run_config import Program
 
 

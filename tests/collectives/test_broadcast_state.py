@@ -9,7 +9,7 @@ from support.processes import on_mesh
 from torch import nn
 
 import rankless.collectives as collectives
-from rankless.collectives.broadcast_state import named_tensors, require_synchronized
+from rankless.collectives.broadcast_and_compare_state import named_tensors, require_synchronized
 from rankless.errors import ConfigError, RanksDiverged
 from rankless.parallel.mesh import Mesh
 

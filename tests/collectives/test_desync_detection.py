@@ -114,9 +114,9 @@ def between_hosts(mesh, hosts, steps, reachable):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("rankless.collectives.desync_detection.host_identity", lambda: hosts[mesh.rank])
         if not reachable:
-            patch.setattr("rankless.collectives.host_connections._own_address", lambda: "256.0.0.0")
+            patch.setattr("rankless.collectives.sync_point_connections._own_address", lambda: "256.0.0.0")
             patch.setattr("socket.gethostname", lambda: "no-such-host.invalid")
-            patch.setattr("rankless.collectives.host_connections.ACCEPT_SECONDS", 0.2)
+            patch.setattr("rankless.collectives.sync_point_connections.ACCEPT_SECONDS", 0.2)
         detector.check_sync_point("the start")
     for text, digests in steps[mesh.rank]:
         try:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from rankless.compiler.capture.capture import ArgumentShape, JobSource, capture
 from rankless.compiler.capture.trace_to_program import named_tensors
 from rankless.compiler.capture.value_reads import ValueReads
-from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import find_memory_order
-from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
+from rankless.compiler.local_program import LocalProgram
+from rankless.compiler.pipeline_parallel.build_pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions, Stages, find_stages
-from rankless.compiler.scheduling.state_storage import StateStorage
+from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 from rankless.records.parallel_plan import PipelineSchedule

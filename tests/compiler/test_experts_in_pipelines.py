@@ -14,7 +14,7 @@ from torch import nn
 from rankless.context.world import RunSettings
 from rankless.errors import CaptureError
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.plan import Plan
+from rankless.parallel.user_plan import Plan
 
 WORDS, MICROBATCHES, SLOTS = 30, 3, 2
 

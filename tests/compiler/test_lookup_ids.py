@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import fx
 
-from rankless.compiler.codegen import IdsProgram, find_lookup_ids, generate_function
+from rankless.compiler.local_program import IdsProgram, find_lookup_ids, generate_function
 from rankless.extensions.servers.table_operators import run_table_rows
 
 aten = torch.ops.aten

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 from torch import fx
 
-from rankless.compiler.analysis.batch_dim_kinds import BatchSum, Normalizer
-from rankless.compiler.analysis.loss_normalizers import find_normalizers
+from rankless.compiler.accumulation.batch_dim_kinds import BatchSum, Normalizer
+from rankless.compiler.accumulation.loss_normalizers import find_normalizers
 
 
 @pytest.mark.parametrize("reverse", [False, True])

@@ -12,7 +12,7 @@ from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.pipeline_parallel import stages as stage_cuts
 from rankless.compiler.pipeline_parallel.stages import find_stages, list_forward, make_value, measure_call, measure_work
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.plan import Plan
+from rankless.parallel.user_plan import Plan
 
 WIDTH = 64
 

@@ -11,8 +11,8 @@ from support.processes import on_mesh
 from torch import nn
 
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.plan import Plan
 from rankless.parallel.tensor_placement import find_only_rank
+from rankless.parallel.user_plan import Plan
 
 WORDS = 30
 LINEAR_TERMS = ("loop on the residual", "results in one tensor", "two gates", "slots and a loop")

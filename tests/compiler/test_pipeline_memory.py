@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from simulated_pipelines import capture_job, run_on_simulated_pipeline
 from torch import nn
 
-from rankless.compiler.codegen import LocalProgram
+from rankless.compiler.local_program import LocalProgram
 from rankless.compiler.pipeline_parallel.data_flow import ValueKey
 from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
 from rankless.compiler.pipeline_parallel.step import PipelineRun

@@ -8,7 +8,7 @@ from simulated_pipelines import capture_job
 from simulated_ranks import assert_runs_as_plain, assert_same_as_plain, divide_evenly, run_program_on_axes
 from torch import nn
 
-from rankless.compiler.analysis.loss_normalizers import add_loss_normalizers
+from rankless.compiler.accumulation.loss_normalizers import add_loss_normalizers
 from rankless.errors import CaptureError
 
 MESHES = ((2,), (3,), (2, 2))

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rankless.config import available_resources, backends, shared_memory_support, validation
-from rankless.config.backends import choose_backend, read_requested_backend
+from rankless.config import (
+    available_cpu_and_memory,
+    backend_and_fault_tolerance,
+    make_run_config,
+    shared_memory_support,
+)
+from rankless.config.backend_and_fault_tolerance import choose_backend, read_requested_backend
 from rankless.config.run_config import Program, RunRequest
 from rankless.errors import ConfigError
 
@@ -63,21 +68,21 @@ def test_the_option_overrides_the_variable(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_a_backend_that_cannot_connect_the_workers_is_refused(
-    backend: backends.Backend, devices: tuple[str, ...], host_count: int, found: str
+    backend: backend_and_fault_tolerance.Backend, devices: tuple[str, ...], host_count: int, found: str
 ):
     with pytest.raises(ConfigError, match=found):
-        backends.require_usable_backend(backend, devices, host_count=host_count)
+        backend_and_fault_tolerance.require_usable_backend(backend, devices, host_count=host_count)
 
 
 def test_a_request_is_checked_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(validation, "count_gpus", lambda: 0)
+    monkeypatch.setattr(make_run_config, "count_gpus", lambda: 0)
     monkeypatch.delenv("RANKLESS_BACKEND", raising=False)
     (tmp_path / "train.py").write_text("")
     program = Program(kind="script", target=str(tmp_path / "train.py"))
-    assert validation.make_run_config(program, RunRequest(worker_count=2)).backend is None
-    assert validation.make_run_config(program, RunRequest(worker_count=2, backend="gloo")).backend == "gloo"
+    assert make_run_config.make_run_config(program, RunRequest(worker_count=2)).backend is None
+    assert make_run_config.make_run_config(program, RunRequest(worker_count=2, backend="gloo")).backend == "gloo"
     with pytest.raises(ConfigError, match="a GPU for each worker"):
-        validation.make_run_config(program, RunRequest(worker_count=2, backend="nccl"))
+        make_run_config.make_run_config(program, RunRequest(worker_count=2, backend="nccl"))
 
 
 def test_memory_can_be_reserved_here_and_a_refusal_is_noticed(monkeypatch: pytest.MonkeyPatch):
@@ -94,7 +99,7 @@ def test_no_more_memory_is_reserved_than_is_free(monkeypatch: pytest.MonkeyPatch
     """The kernel would give an anonymous file more, and then end a process: any."""
     asked: list[int] = []
     monkeypatch.setattr("os.posix_fallocate", lambda _descriptor, _start, count: asked.append(count))
-    memory = available_resources.Memory(free=1 << 20, whole=1 << 30, is_limited=True)
+    memory = available_cpu_and_memory.Memory(free=1 << 20, whole=1 << 30, is_limited=True)
     monkeypatch.setattr(shared_memory_support, "measure_memory", lambda: memory)
     assert shared_memory_support.can_reserve(1 << 20)
     assert not shared_memory_support.can_reserve((1 << 20) + 1)
@@ -102,14 +107,16 @@ def test_no_more_memory_is_reserved_than_is_free(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_is_what_the_control_group_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    machine = available_resources.measure_memory()
+    machine = available_cpu_and_memory.measure_memory()
     assert 0 < machine.free <= machine.whole
     (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
     (tmp_path / "memory.current").write_text(f"{24 << 20}\n")
-    monkeypatch.setattr(available_resources, "list_control_group_folders", lambda _: [tmp_path])
-    assert available_resources.measure_memory() == available_resources.Memory(40 << 20, 64 << 20, is_limited=True)
+    monkeypatch.setattr(available_cpu_and_memory, "list_control_group_folders", lambda _: [tmp_path])
+    assert available_cpu_and_memory.measure_memory() == available_cpu_and_memory.Memory(
+        40 << 20, 64 << 20, is_limited=True
+    )
     # Files that have been read count as used, and are given up on demand. In a container they fill the limit.
     (tmp_path / "memory.stat").write_text(f"anon 1\ninactive_file {16 << 20}\n")
-    assert available_resources.measure_memory().free == 56 << 20
+    assert available_cpu_and_memory.measure_memory().free == 56 << 20
     (tmp_path / "memory.max").write_text("max\n")
-    assert not available_resources.measure_memory().is_limited
+    assert not available_cpu_and_memory.measure_memory().is_limited

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rankless.config import extensions
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Program, RunRequest
-from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 
 DECLARATION = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rankless.config.hosts import (
+from rankless.config.hosts_and_addresses import (
     Host,
     addresses_of,
     interface_towards,

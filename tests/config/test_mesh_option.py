@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from support.warm_runs import rankless
 
+from rankless.config.make_run_config import choose_mesh
 from rankless.config.mesh_option import count_workers, format_mesh, parse_mesh
-from rankless.config.validation import choose_mesh
 from rankless.errors import ConfigError
 
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from rankless.config.make_run_config import make_run_config
 from rankless.config.mesh_option import parse_mesh
 from rankless.config.rank_awareness import decide_view, requires_torch
 from rankless.config.run_config import Program, RunRequest, ScriptView
-from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 
 PLAIN = {

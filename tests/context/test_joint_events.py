@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import rankless
-from rankless.context.events_of_all_ranks import JointEvents, JointParticipant
+from rankless.context.extension_participants import JointEvents, JointParticipant
 from rankless.errors import ConfigError
 from rankless.ownership.extension_nn_modules import ExtensionModule
 from rankless.ownership.state_owner import StateOwner

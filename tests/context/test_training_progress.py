@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+from rankless.context.progress_meter import ProgressMeter
 from rankless.context.step_events import StepEvents
-from rankless.context.training_progress import ProgressMeter
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions
 from rankless.parallel.mesh import Mesh

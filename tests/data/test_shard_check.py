@@ -26,8 +26,8 @@ from torch.utils.data import DistributedSampler as TorchSampler
 import rankless
 from rankless.collectives import DistributedSampler
 from rankless.context.world import World
+from rankless.data.disjoint_shards_check import ShardCheckOptions, require_shards
 from rankless.data.loader import Loader, LoaderOptions
-from rankless.data.shard_check import ShardCheckOptions, require_shards
 from rankless.errors import RanklessError
 from rankless.parallel.mesh import Mesh
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rankless
-from rankless.deferred_models.building import DeferredBuild, find_deferred
+from rankless.deferred_models.build_and_materialize import DeferredBuild, find_deferred
 
 transformers = pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
-from rankless.deferred_models.building import DeferredBuild
+from rankless.deferred_models.build_and_materialize import DeferredBuild
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from rankless.api import place
 from rankless.errors import ConfigError
-from rankless.parallel.plan import list_placed
+from rankless.parallel.user_plan import list_placed
 
 MODEL = (
     "torch.nn.Sequential(rankless.place(torch.nn.Linear(8, 12), {given}), torch.nn.Tanh(), torch.nn.Linear(12, 8), "

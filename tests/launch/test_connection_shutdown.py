@@ -16,8 +16,8 @@ import pytest
 from support.hosts import Hosts, two_hosts
 from support.jobs import is_alive, kill_job, read_process_ids, start_rankless, wait_until
 
-from rankless.launch.watchdog.process_stats import MAX_SWITCHES_PER_SECOND, read_process_stats
-from rankless.runtime.process_tree import descendants
+from rankless.launch.watchdog.process_activity import MAX_SWITCHES_PER_SECOND, read_process_stats
+from rankless.runtime.linux_process_control import descendants
 
 pytestmark = [
     pytest.mark.slow,

@@ -14,15 +14,15 @@ import pytest
 from support.jobs import rankless
 from support.json_schema import check_result
 
-from rankless.config.hosts import parse_hosts
+from rankless.config.hosts_and_addresses import parse_hosts
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Cluster, Program, RunRequest
-from rankless.config.validation import make_run_config
 from rankless.errors import JoinError
 from rankless.launch.doctor.host_pairs import schedule_rounds
 from rankless.launch.doctor.machine_checks import GpuFacts, evaluate_gpus
+from rankless.launch.doctor.preflight_and_host_checks import check_host, check_host_quickly, run_preflight
 from rankless.launch.doctor.probe_protocol import CheckHost
-from rankless.launch.doctor.single_host_checks import check_host, check_host_quickly, run_preflight
-from rankless.launch.rendezvous.link_test import SECRET_BYTES, connect_all, measure_link, start_listener
+from rankless.launch.rendezvous.connect_and_measure import SECRET_BYTES, connect_all, measure_link, start_listener
 from rankless.launch.rendezvous.ssh import find_ssh_cause
 from rankless.records.connection_attempts import ConnectionTarget
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning, with_place

@@ -7,7 +7,7 @@ from rankless.launch.supervisor.failure_attribution import (
     describe_secondary_failure,
     is_secondary_failure,
 )
-from rankless.launch.supervisor.verdict import Verdict
+from rankless.launch.supervisor.verdict_types import Verdict
 from rankless.records.events import (
     NO_RANK,
     AnyRecord,

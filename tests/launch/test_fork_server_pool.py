@@ -20,7 +20,7 @@ RUNS = """
 import json, os, sys
 from rankless.launch import agent
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient
-from rankless.config.validation import make_run_config
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Program, RunRequest
 
 open_files = []

@@ -11,7 +11,7 @@ import pytest
 from support.hosts import Hosts, two_hosts
 from support.jobs import read_process_ids, wait_until
 
-from rankless.config import hosts as host_names
+from rankless.config import hosts_and_addresses as host_names
 from rankless.errors import ConfigError
 
 pytestmark = pytest.mark.slow

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import rankless
 
-from rankless.launch.recovery.restarts import run_with_restarts
+from rankless.launch.recovery.run_restarts import run_with_restarts
 from rankless.records.run_summary import Outcome, RunFailure, RunSummary
 
 

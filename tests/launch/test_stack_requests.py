@@ -25,7 +25,7 @@ from rankless.records.worker_status import (
 
 WORKER = """
 import os, sys, threading, time
-from rankless.runtime.status_publisher import publish_status
+from rankless.runtime.status_and_stack_writer import publish_status
 
 publish_status(int(sys.argv[1]), main_thread=threading.get_ident())
 

@@ -4,7 +4,7 @@ import pytest
 
 from rankless.launch.status.build_status import measure_step_rate, report_running
 from rankless.launch.status.read_counters import ProcessReading, RoleProcessReading, RunReading, WorkerReading
-from rankless.launch.watchdog.process_stats import ProcessStats
+from rankless.launch.watchdog.process_activity import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow, ProcessStage
 from rankless.records.run_status import RunStatus

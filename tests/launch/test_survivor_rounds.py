@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from rankless.errors import CollectiveError
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.recovery.survivors import SurvivorRounds, WorkerChannels, WorkerHosts
 from rankless.records.elastic_messages import (
     RoundEnded,

@@ -14,10 +14,10 @@ import pytest
 from support.jobs import wait_until
 
 from rankless.config.process_configs import WorkerConfig
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
-from rankless.launch.watchdog.process_stats import (
+from rankless.launch.watchdog.process_activity import (
     MAX_RETRY_SECONDS,
     ActivityTracker,
     TcpConnections,

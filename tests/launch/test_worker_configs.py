@@ -2,17 +2,17 @@
 
 import pytest
 
-from rankless.config import validation
+from rankless.config import make_run_config
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.run_setup import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
 
 def test_workers_see_gpus_in_the_requested_order(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(validation, "count_gpus", lambda: 4)
+    monkeypatch.setattr(make_run_config, "count_gpus", lambda: 4)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    config = validation.make_run_config(
+    config = make_run_config.make_run_config(
         Program(kind="script", target=__file__), RunRequest(worker_count=3, devices="3,1")
     )
     place = {"master_address": "127.0.0.1", "master_port": 1, "store_address": "127.0.0.1", "store_port": 2}

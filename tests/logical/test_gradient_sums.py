@@ -9,9 +9,9 @@ from logical.test_logical_view import divide
 from support.processes import on_mesh
 from torch import Tensor, nn
 
-from rankless.logical_view import function_handlers, gradient_sums  # noqa: F401  # registers what tensors answer
+from rankless.logical_view import bucketed_gradient_sums, function_handlers  # noqa: F401  # registers what tensors answer
+from rankless.logical_view.bucketed_gradient_sums import GradientPass, find_leaves
 from rankless.logical_view.gradient_shards import GradientShards
-from rankless.logical_view.gradient_sums import GradientPass, find_leaves
 from rankless.logical_view.gradients import LogicalBackward
 from rankless.logical_view.tensor import LogicalView
 from rankless.parallel.mesh import Mesh
@@ -43,8 +43,10 @@ def sum_in_buckets(mesh: Mesh, bucket_bytes: int) -> tuple[list[int], list[bool]
     view, starts = LogicalView(mesh, lambda _: None), []
     with (
         LogicalBackward(view).install(),
-        mock.patch.multiple(gradient_sums, BUCKET_BYTES=bucket_bytes, FIRST_BUCKET_BYTES=bucket_bytes),
-        mock.patch.object(gradient_sums, "start_all_reduce", wraps=gradient_sums.start_all_reduce) as start,
+        mock.patch.multiple(bucketed_gradient_sums, BUCKET_BYTES=bucket_bytes, FIRST_BUCKET_BYTES=bucket_bytes),
+        mock.patch.object(
+            bucketed_gradient_sums, "start_all_reduce", wraps=bucketed_gradient_sums.start_all_reduce
+        ) as start,
     ):
         loss = compute(model, divide(batch, view))
         for parameter in model.parameters():

@@ -10,7 +10,7 @@ from rankless.context.world import World
 from rankless.errors import RanksDiverged
 from rankless.jobs.job import make_job
 from rankless.jobs.job_definition import StepOptions
-from rankless.jobs.model_sync import check_models_equal, find_differing_tensors, sync_tensors
+from rankless.jobs.model_sync_between_ranks import check_models_equal, find_differing_tensors, sync_tensors
 from rankless.ownership.partitioned_tensor import find_partition
 from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import nn
 from rankless.compiler.scheduling.parameter_gathers import GatherOfParameters
 from rankless.context.world import RunSettings
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.plan import Plan
+from rankless.parallel.user_plan import Plan
 
 GRID = {"pipeline": 2, "data": 2}
 WIDTH = 512

@@ -12,7 +12,7 @@ from rankless.context.world import World
 from rankless.logical_view.gradients import LogicalBackward
 from rankless.logical_view.tensor import DividedTensor, LogicalView
 from rankless.parallel.mesh import Mesh
-from rankless.plain_script.divided_draws import divide_draws
+from rankless.plain_script.batch_random_draws import divide_draws
 from rankless.plain_script.loaders import divide_batches
 
 

@@ -21,7 +21,7 @@ from rankless.records.live_run import LiveRun
 from rankless.records.run_status import RunStatus
 from rankless.records.run_summary import RunSummary
 from rankless.records.server_activity import ServerActivity
-from rankless.records.verify_results import ResultRecord
+from rankless.records.verify_recording_format import ResultRecord
 from rankless.terminal.cursor_tracker import CursorTracker
 from tests.support.structs import values_of
 

@@ -17,7 +17,7 @@ from rankless.runtime.rendezvous.run_store import open_run_store
 ADDRESS, TOKEN = "127.0.0.1", "a token that others do not know"
 SERVER = """
 import socket, sys
-from rankless.launch.store_server import StoreServer
+from rankless.launch.authenticated_tcp_store import StoreServer
 listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
 print(listening.getsockname()[1], flush=True)
 with StoreServer([listening], token=sys.argv[1]) as server:

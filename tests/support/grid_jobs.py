@@ -12,7 +12,7 @@ from rankless.context.world import World
 from rankless.jobs.job import Job, make_job
 from rankless.jobs.job_definition import StepOptions
 from rankless.parallel.mesh import Mesh
-from rankless.parallel.plan import Plan
+from rankless.parallel.user_plan import Plan
 
 
 @contextmanager

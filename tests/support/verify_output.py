@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from rankless.verify.comparison import Comparison
-from rankless.verify.decision import classify
 from rankless.verify.decision_report import VerifyReport, make_report
+from rankless.verify.differences_beyond_tolerance import Comparison
+from rankless.verify.run_and_decide import classify
 
 
 def report_on(comparison: Comparison, *, workers: int) -> VerifyReport:

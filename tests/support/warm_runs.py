@@ -23,10 +23,10 @@ from support.jobs import DEADLINE_SECONDS, job_environment
 from support.processes import WORKER_MODULES
 
 from rankless.cli import main
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Program, RunConfig, RunRequest
-from rankless.config.validation import make_run_config
 from rankless.launch import agent
-from rankless.launch.signals import Interrupts
+from rankless.launch.signal_reader import Interrupts
 from rankless.launch.supervisor import fork_server_client
 from rankless.launch.supervisor.fork_server_client import ForkServerPoolClient, Readable
 from rankless.runtime.subprocess_command import python_command

@@ -19,7 +19,7 @@ from rankless.compiler.scheduling.gradient_buckets import GradientBucket
 from rankless.compiler.sharding.redistribute import StackingAllGather
 from rankless.data.loader import Loader
 from rankless.jobs.programs import bound_program
-from rankless.jobs.views.view_choice import WorldView
+from rankless.jobs.views.view_choice_and_recovery import WorldView
 from rankless.parallel.mesh import Mesh
 
 FIRST_STEP = 3

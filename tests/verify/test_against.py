@@ -9,9 +9,9 @@ from support.warm_runs import fork_server_pool, rankless
 
 from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
-from rankless.verify.comparison import Comparison, compare
 from rankless.verify.comparison_with_reference_script import ReferenceRun, compare_with_reference, measure_reference
-from rankless.verify.recording_reader import Recording
+from rankless.verify.differences_beyond_tolerance import Comparison, compare
+from rankless.verify.read_and_combine_recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 pytestmark = pytest.mark.slow

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from rankless.records.verify_results import ScriptSurvey, StepInputs
+from rankless.records.verify_recording_format import ScriptSurvey, StepInputs
 from rankless.verify.causes import find_cause, find_undivided
-from rankless.verify.comparison import compare
+from rankless.verify.differences_beyond_tolerance import compare
+from rankless.verify.read_and_combine_recordings import Recording, combine_losses, read_recordings
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recording_reader import Recording, combine_losses, read_recordings
 
 ONE = range(12)
 

@@ -7,14 +7,14 @@ import torch
 from support.verify_output import report_on
 from torch import nn
 
-from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
-from rankless.records.verify_results import JobCalled
-from rankless.verify.comparison import compare
-from rankless.verify.decision import describe_doubt
+from rankless.jobs.last_bit_perturbation import perturb_gradients, perturbed_parameters
+from rankless.records.verify_recording_format import JobCalled
 from rankless.verify.decision_report import render_table
 from rankless.verify.differences import measure
+from rankless.verify.differences_beyond_tolerance import compare
+from rankless.verify.read_and_combine_recordings import read_recordings, take_beginning
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recording_reader import read_recordings, take_beginning
+from rankless.verify.run_and_decide import describe_doubt
 from rankless.verify.tolerance import NoiseFloor
 
 ROWS, STEPS = 12, 6

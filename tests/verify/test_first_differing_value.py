@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rankless.config.run_config import InspectedCall
-from rankless.records.verify_results import ComputedValue, Role, TensorSummary
+from rankless.records.verify_recording_format import ComputedValue, Role, TensorSummary
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value, render_first_value
 
 CALL = InspectedCall(job="train", call=3)

@@ -12,10 +12,10 @@ from support.warm_runs import fork_server_pool, rankless
 
 from rankless.config.run_config import InspectedCall, Program
 from rankless.launch.agent import make_job_runner
-from rankless.verify.comparison import compare
 from rankless.verify.decision_report import VerifyReport
+from rankless.verify.differences_beyond_tolerance import compare
 from rankless.verify.first_differing_value import find_first_value
-from rankless.verify.recording_reader import Recording
+from rankless.verify.read_and_combine_recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 pytestmark = pytest.mark.slow

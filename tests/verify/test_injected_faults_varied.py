@@ -13,9 +13,9 @@ from verify.test_injected_faults import STOPPED as DIVERGING
 
 from rankless.config.run_config import Program
 from rankless.launch.agent import make_job_runner
-from rankless.verify.comparison import compare
 from rankless.verify.decision_report import VerifyReport
-from rankless.verify.recording_reader import Recording
+from rankless.verify.differences_beyond_tolerance import compare
+from rankless.verify.read_and_combine_recordings import Recording
 from rankless.verify.runs import RunFailed, VerifyRuns
 
 pytestmark = pytest.mark.slow

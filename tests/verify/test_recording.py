@@ -6,8 +6,8 @@ import safetensors.numpy
 import torch
 from torch import nn
 
-from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
-from rankless.records.verify_results import (
+from rankless.jobs.last_bit_perturbation import perturb_gradients, perturbed_parameters
+from rankless.records.verify_recording_format import (
     JobCalled,
     ModelRegistered,
     RecordingFinished,
@@ -16,8 +16,8 @@ from rankless.records.verify_results import (
     results_file,
     tensors_file,
 )
+from rankless.verify.read_and_combine_recordings import to_array
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recording_reader import to_array
 
 
 def frames(folder, rank=0):

@@ -8,10 +8,10 @@ from support.verify_output import read_verdict, report_on
 from support.warm_runs import rankless
 from torch import nn
 
-from rankless.jobs.rounding_noise import perturbed_parameters
-from rankless.verify.comparison import compare
+from rankless.jobs.last_bit_perturbation import perturbed_parameters
+from rankless.verify.differences_beyond_tolerance import compare
+from rankless.verify.read_and_combine_recordings import Recording, read_recordings
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recording_reader import Recording, read_recordings
 
 READING = """
 import torch

@@ -12,7 +12,7 @@ from rankless.config.run_config import InspectedCall
 from rankless.context.world import RunSettings, World
 from rankless.jobs.job import Job, make_job
 from rankless.parallel.mesh import Mesh
-from rankless.records.verify_results import read_values
+from rankless.records.verify_recording_format import read_values
 from rankless.verify.first_differing_value import FirstDifferingValue, find_first_value, render_first_value
 from rankless.verify.recording.value_probes import ValueInspector
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rankless.collectives.backends.double_buffered_slots import HALF_BYTES, Slots, split_shares
 from rankless.collectives.backends.operation_signature import Collective, encode_signature
-from rankless.collectives.backends.rank_slots import HALF_BYTES, Slots, split_shares
 
 WHOLE_BYTES = 512 << 10
 """The most bytes that ranks always reduce in one shot, all ranks' values together."""

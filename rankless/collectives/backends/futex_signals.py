@@ -27,8 +27,8 @@ from typing import Any
 
 from rankless.collectives.backends.group_failure_errors import Membership, make_error, make_forked_error
 from rankless.collectives.backends.peer_liveness import PeerProcesses
-from rankless.config.available_resources import core_count
-from rankless.records.group_failures import (
+from rankless.config.available_cpu_and_memory import core_count
+from rankless.records.group_failure_codes import (
     FAILURE_OFFSET,
     GROUP_MARK,
     MARK_OFFSET,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from rankless.errors import CollectiveError
-from rankless.records.group_failures import FailureKind, decode_failure
+from rankless.records.group_failure_codes import FailureKind, decode_failure
 
 
 @dataclass(frozen=True, kw_only=True)

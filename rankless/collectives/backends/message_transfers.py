@@ -25,7 +25,7 @@ import torch
 from rankless.collectives.backends.futex_signals import BACKGROUND_MARKER, MESSAGE_CHANNEL, GroupSignals
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.errors import CollectiveError
-from rankless.records.group_failures import WORD_BYTES, FailureKind
+from rankless.records.group_failure_codes import WORD_BYTES, FailureKind
 
 Result = TypeVar("Result")
 

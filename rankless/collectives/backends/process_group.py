@@ -50,7 +50,7 @@ from rankless.collectives.backends.shared_group import SharedGroup, open_shared_
 from rankless.collectives.backends.store_exchange import do_nothing
 from rankless.config.shared_memory_support import Support
 from rankless.errors import CollectiveError
-from rankless.records.group_failures import FailureKind, encode_failure
+from rankless.records.group_failure_codes import FailureKind, encode_failure
 
 BACKEND_NAME = "shared_memory"
 _ProcessGroup: Any = dist.ProcessGroup

@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 
+from rankless.collectives.backends.double_buffered_slots import Slots, count_slot_bytes
 from rankless.collectives.backends.fused_reductions import FusedReductions
 from rankless.collectives.backends.futex_signals import ControlLayout, Futex, GroupSignals
 from rankless.collectives.backends.group_failure_errors import Membership, make_error
 from rankless.collectives.backends.message_transfers import MessageRing, PointToPoint, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
-from rankless.collectives.backends.rank_slots import Slots, count_slot_bytes
 from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
 from rankless.collectives.backends.shared_region import SharedRegion, open_shared_region
 from rankless.collectives.backends.store_exchange import StoreExchange, do_nothing
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.shared_memory_support import Support, find_futex_number, is_supported
-from rankless.records.group_failures import FailureKind, encode_failure
+from rankless.records.group_failure_codes import FailureKind, encode_failure
 
 _PAGE_BYTES = 4096
 SEVERAL_HOSTS = Support("the ranks are on several hosts")

@@ -1,14 +1,14 @@
 """broadcast, all_gather, gather, scatter, all_to_all and barrier in the slots of a group.
 
-See note [halves] in `rank_slots`. What is sent to one rank only has its own region in a half.
+See note [halves] in `double_buffered_slots`. What is sent to one rank only has its own region in a half.
 """
 
 from collections.abc import Sequence
 
 import torch
 
+from rankless.collectives.backends.double_buffered_slots import HALF_BYTES, Slots, split_rounds
 from rankless.collectives.backends.operation_signature import Collective, encode_signature
-from rankless.collectives.backends.rank_slots import HALF_BYTES, Slots, split_rounds
 
 
 class SharedMovement:

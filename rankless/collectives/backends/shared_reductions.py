@@ -28,8 +28,8 @@ from weakref import WeakMethod, WeakValueDictionary
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from rankless.collectives.backends.double_buffered_slots import HALF_BYTES, Slots, split_rounds, split_shares
 from rankless.collectives.backends.operation_signature import Collective, encode_signature, sign_reduction
-from rankless.collectives.backends.rank_slots import HALF_BYTES, Slots, split_rounds, split_shares
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_region import SharedRegion
 

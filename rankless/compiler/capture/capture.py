@@ -31,13 +31,13 @@ from torch._prims_common import wrappers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rankless.compiler.capture.decompositions import CORRECTED, DECOMPOSITIONS, autograd_kernels
-from rankless.compiler.capture.forbidden_calls import RETURN_LOSS, leave_recurrent_weights
 from rankless.compiler.capture.global_modes import (
     apply_autocast_state,
     disable_autocast,
     get_autocast_state,
     require_grad_enabled,
 )
+from rankless.compiler.capture.refused_training_calls import RETURN_LOSS, leave_recurrent_weights
 from rankless.compiler.capture.result_structure import ResultStructure, find_live, flatten_result, get_memory
 from rankless.compiler.capture.side_effects import SideEffects, require_traceable_modules
 from rankless.compiler.capture.tensors_kept_between_calls import find_kept, restore_after_failure
@@ -55,7 +55,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.ir.memory_order import make_empty
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers, trace_checkpoints
 from rankless.compiler.tracing.operator_lines import SourceLineMode, TracedFunction, name_modules, record_origins
-from rankless.compiler.tracing.refused_functions import ModuleTensors
+from rankless.compiler.tracing.refused_tensor_functions import ModuleTensors
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.compiler.tracing.replaced_functions import average_with_tensors, take_paths_of_plain_run
 from rankless.compiler.tracing.script_generators import ScriptGenerators, trace_forks

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rankless.compiler.capture.forbidden_calls import refuse_training_calls, refuse_untraced_changes
+from rankless.compiler.capture.refused_training_calls import refuse_training_calls, refuse_untraced_changes
 from rankless.compiler.guards.guard_discovery import GuardDiscovery, discover_guards
 from rankless.compiler.guards.guards import GuardSet
 from rankless.compiler.guards.python_tracer import PythonTracer

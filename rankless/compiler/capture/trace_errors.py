@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from rankless.compiler.capture.forbidden_calls import REFUSED_WITHOUT_CAPTURE
+from rankless.compiler.capture.refused_training_calls import REFUSED_WITHOUT_CAPTURE
 from rankless.errors import CaptureError, RanklessError
 from rankless.user_code import PACKAGE_FOLDER, display_name, is_user_code
 

@@ -44,7 +44,7 @@ from rankless.compiler.ir.logical_program import (
     is_random_node,
 )
 from rankless.compiler.ir.operator_origin import decode_origin
-from rankless.compiler.tracing.refused_functions import ModuleTensors, refuse_other_name
+from rankless.compiler.tracing.refused_tensor_functions import ModuleTensors, refuse_other_name
 from rankless.compiler.tracing.symbolic_sizes import find_traced_count, is_same, is_symbolic, list_traced_counts
 from rankless.errors import CaptureError
 

@@ -7,7 +7,7 @@ gradients to the one before. With `gpipe`, P stages of equal work wait (P - 1) /
 "GPipe", 2019); `schedules` has the others and their sources.
 
 `stages` cuts the program, by measured times if the plan asks. `microbatch_lowering` lowers it once per
-microbatch. `node_assignment` says when and where each node runs (Note [phases]), and `data_flow` what moves.
+microbatch. `node_phases` says when and where each node runs (Note [phases]), and `data_flow` what moves.
 `step_builder` builds one worker's functions, and `step` runs them in the order of `schedules`, which also says which
 workers take the microbatches of a stage in turns. `ArgumentExchange` gathers the arguments that the axis `expert`
 shards. With workers of several kinds an extension cuts the stages. Decisions 0036 and 0052.

@@ -17,7 +17,7 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.logical_program import LogicalValue
 from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_dims
 from rankless.compiler.pipeline_parallel.microbatch_lowering import is_join
-from rankless.compiler.pipeline_parallel.node_assignment import Phase, ProgramPartition, list_ancestors
+from rankless.compiler.pipeline_parallel.node_phases import Phase, ProgramPartition, list_ancestors
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, StageWorkers, Unit
 from rankless.compiler.pipeline_parallel.transfers import TransferredValue
 from rankless.compiler.selected_rows.local_counts import SizeFromCounts

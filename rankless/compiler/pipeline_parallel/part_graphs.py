@@ -11,7 +11,7 @@ from rankless.compiler.ir import local_kernels
 from rankless.compiler.ir.custom_ops import add_linear_weight, run_linear_weight
 from rankless.compiler.pipeline_parallel.data_flow import DataFlow, Part, ValueKey
 from rankless.compiler.pipeline_parallel.microbatch_lowering import is_join
-from rankless.compiler.pipeline_parallel.node_assignment import is_drawing
+from rankless.compiler.pipeline_parallel.node_phases import is_drawing
 from rankless.compiler.pipeline_parallel.random_draws import OrderedDraw, RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS
 from rankless.compiler.pipeline_parallel.transfers import Streams

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from torch import Tensor, fx
 
-from rankless.compiler.codegen import generate_function
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramOutput, is_fresh
+from rankless.compiler.local_program import generate_function
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.value_check import ValueCheck
 from rankless.compiler.pipeline_parallel.data_flow import (
@@ -27,13 +27,14 @@ from rankless.compiler.pipeline_parallel.data_flow import (
     describe_tensor,
 )
 from rankless.compiler.pipeline_parallel.microbatch_lowering import MICROBATCH, ArgumentExchange
-from rankless.compiler.pipeline_parallel.node_assignment import ProgramPartition
+from rankless.compiler.pipeline_parallel.node_phases import ProgramPartition
 from rankless.compiler.pipeline_parallel.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, Unit
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions
 from rankless.compiler.pipeline_parallel.step import PartFunction, PipelineStep, StepOutput
 from rankless.compiler.pipeline_parallel.transfers import TransferredValue
+from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage, limit_group
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import (
     GatheredValue,
@@ -42,7 +43,6 @@ from rankless.compiler.scheduling.parameter_gathers import (
     count_bytes,
     group_values,
 )
-from rankless.compiler.scheduling.state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.shard_layout import ShardLayout
 from rankless.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rankless.collectives.checked_collectives import PendingWork
+from rankless.collectives.checked_collective_queue import PendingWork
 from rankless.collectives.point_to_point import start_receive, start_send
 from rankless.compiler.ir.memory_order import order_memory, repeat_memory
 from rankless.parallel.mesh import MeshAxis

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from rankless.compiler.ir.operator_origin import ModuleName, OperatorOrigin
 from rankless.compiler.tracing.activation_checkpoints import CheckpointNumbers
-from rankless.compiler.tracing.refused_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
+from rankless.compiler.tracing.refused_tensor_functions import GET_DATA, SET_DATA, ModuleTensors, find_refusal
 from rankless.compiler.tracing.replaced_functions import find_replacement
 from rankless.compiler.tracing.script_generators import ScriptGenerators
 from rankless.compiler.tracing.value_snapshots import PLAIN_TYPES

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from rankless.config.validation import make_run_config
+from rankless.config.make_run_config import make_run_config
 from rankless.extensions.fleetrun.parser import add_flags, list_arguments, read_flags
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from rankless.config.hosts import (
+from rankless.config.hosts_and_addresses import (
     DEFAULT_PORT,
     Host,
     add_heterogeneous,

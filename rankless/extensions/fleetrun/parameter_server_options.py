@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rankless.config.hosts import Endpoint, Host, is_here, read_endpoints
+from rankless.config.hosts_and_addresses import Endpoint, Host, is_here, read_endpoints
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun.hosts import count_hosts
 from rankless.extensions.fleetrun.parser import FleetrunFlags

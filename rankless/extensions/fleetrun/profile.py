@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.config.hosts import Endpoint, parse_endpoint
+from rankless.config.hosts_and_addresses import Endpoint, parse_endpoint
 from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import (
     AgreedJobConfig,

@@ -5,9 +5,9 @@ import shutil
 from collections.abc import Sequence
 
 from rankless.config.environment import default_log_folder, user_visible_devices
+from rankless.config.make_run_config import count_gpus
 from rankless.config.mesh_option import divide_ranks
 from rankless.config.run_config import Program, RunRequest
-from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun.hosts import make_cluster
 from rankless.extensions.fleetrun.parameter_server_options import ParameterServerJob, read_parameter_server_job

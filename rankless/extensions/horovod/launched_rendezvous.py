@@ -19,13 +19,13 @@ import msgspec
 import torch.distributed as dist
 
 from rankless.config import environment
-from rankless.config.hosts import interface_towards
+from rankless.config.hosts_and_addresses import interface_towards
 from rankless.errors import JoinError
 from rankless.extensions.horovodrun.launched_worker import HorovodWorker
 from rankless.records.elastic_messages import assign_ranks
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
-from rankless.runtime.rendezvous.tcp import CompletedRendezvous, JoinDeadline, Notify, join_tcp_rendezvous
+from rankless.runtime.rendezvous.tcp_rendezvous import CompletedRendezvous, JoinDeadline, Notify, join_tcp_rendezvous
 
 PATH = "/rankless/rendezvous"
 CLEARED_KEY = "rankless/cleared"

@@ -3,8 +3,8 @@
 import argparse
 import sys
 
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import RunConfig, decode_settings
-from rankless.config.validation import make_run_config
 from rankless.extensions.horovodrun.build_table import HOROVOD_VERSION, build_table
 from rankless.extensions.horovodrun.parser import (
     HorovodrunFlags,
@@ -17,7 +17,7 @@ from rankless.extensions.horovodrun.parser import (
 from rankless.extensions.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch import agent
-from rankless.runtime.hooks.import_aliases import installed_package
+from rankless.runtime.hooks.extension_import_aliases import installed_package
 from rankless.terminal.progress_observer import ProgressObserver
 
 NAME = "horovodrun"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from rankless.config.hosts import (
+from rankless.config.hosts_and_addresses import (
     Host,
     addresses_of,
     check_hosts,

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.environment import default_log_folder
+from rankless.config.make_run_config import count_gpus
 from rankless.config.run_config import Elastic, Program, RunRequest
-from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun.hosts import fill_hosts, list_hosts, make_cluster, name_hosts
 from rankless.extensions.horovodrun.launched_worker import horovod_variables
@@ -219,7 +219,7 @@ ELASTIC_SECONDS = 600.0
 def make_elastic(flags: HorovodrunFlags, count: int, variables: Mapping[str, str]) -> Elastic:
     """Return the limits and hosts of an elastic job. Raises `ConfigError` for invalid hosts.
 
-    `variables` are what the options set in every worker. `config.validation` checks the limits.
+    `variables` are what the options set in every worker. `config.make_run_config` checks the limits.
     """
     cooldown = flags.blacklist_cooldown_range
     return Elastic(

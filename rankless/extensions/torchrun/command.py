@@ -8,8 +8,8 @@ from contextlib import ExitStack
 
 import msgspec
 
+from rankless.config.make_run_config import check_program, make_run_config
 from rankless.config.run_config import Program
-from rankless.config.validation import check_program, make_run_config
 from rankless.extensions.torchrun.parser import TorchrunFlags, add_flags, read_flags
 from rankless.extensions.torchrun.run_config import (
     describe_ignored_options,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from rankless.config.available_resources import core_count
+from rankless.config.available_cpu_and_memory import core_count
 from rankless.config.environment import (
     default_log_folder,
     snapshot,
@@ -15,9 +15,9 @@ from rankless.config.environment import (
     user_visible_devices,
     whole_number,
 )
-from rankless.config.hosts import addresses_of, numbered_hosts, own_addresses
+from rankless.config.hosts_and_addresses import addresses_of, numbered_hosts, own_addresses
+from rankless.config.make_run_config import count_gpus
 from rankless.config.run_config import UNKNOWN_HOST, Cluster, Program, ProgramKind, RunRequest
-from rankless.config.validation import count_gpus
 from rankless.errors import ConfigError
 from rankless.extensions.torchrun.parser import TorchrunFlags
 from rankless.extensions.torchrun.profile import ShownStream, TorchrunSettings, make_torchrun_spec

@@ -14,8 +14,8 @@ from rankless.errors import ConfigError
 from rankless.jobs.job_definition import JobDefinition
 from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters
 from rankless.parallel.mesh import MeshAxis
-from rankless.parallel.plan import Plan, list_placed
 from rankless.parallel.tensor_placement import BlockedShard, Shard, find_only_rank
+from rankless.parallel.user_plan import Plan, list_placed
 from rankless.records.parallel_plan import StateDivision
 
 

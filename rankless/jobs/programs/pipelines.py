@@ -8,22 +8,22 @@ from torch import Tensor, nn
 
 from rankless.collectives.byte_messages import broadcast_bytes
 from rankless.compiler.capture.trace_to_program import named_tensors
-from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram
-from rankless.compiler.pipeline_parallel.pipeline_program import build_pipeline_program
+from rankless.compiler.local_program import LocalProgram
+from rankless.compiler.pipeline_parallel.build_pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, StageWorkers, make_schedule
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions, Stages, find_stages, measure_work
 from rankless.compiler.pipeline_parallel.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.scheduling.state_storage import StateStorage
+from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim
 from rankless.jobs.job_definition import JobDefinition
 from rankless.parallel.batch_division import BatchDivision
 from rankless.parallel.mesh import MeshAxis, find_pipeline_axis
-from rankless.parallel.plan import MICROBATCHES_PER_WORKER, Plan
 from rankless.parallel.tensor_placement import Shard, Sharding, split_lengths
+from rankless.parallel.user_plan import MICROBATCHES_PER_WORKER, Plan
 
 MOST_TURNS = 4
 """So many times as many microbatches as workers of a kind a batch has by default, at most."""

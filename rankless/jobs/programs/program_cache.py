@@ -17,12 +17,12 @@ from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.compiler.capture.capture import ArgumentShape, CapturedJob, capture
 from rankless.compiler.capture.global_modes import get_torch_modes
 from rankless.compiler.capture.value_reads import ValueNeeded, ValueReads
-from rankless.compiler.codegen import LocalProgram, build_local_program
 from rankless.compiler.guards.guards import Guard
 from rankless.compiler.ir.logical_program import LogicalProgram
+from rankless.compiler.local_program import LocalProgram, build_local_program
 from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.scheduling.state_storage import GradientMemory
+from rankless.compiler.scheduling.gradient_and_state_memory import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
 from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
 from rankless.context.world import World

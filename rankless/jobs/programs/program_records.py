@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 from torch import Tensor, fx
 
-from rankless.compiler.codegen import LocalProgram
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, format_operator
 from rankless.compiler.ir.operator_origin import ModuleName
+from rankless.compiler.local_program import LocalProgram
 from rankless.compiler.rules.extension_operators import is_lookup
 from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes

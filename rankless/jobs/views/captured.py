@@ -14,7 +14,7 @@ from rankless.compiler.capture.result_structure import LiveResult
 from rankless.compiler.tracing.symbolic_sizes import evaluate_size
 from rankless.context.world import World
 from rankless.data.tensors_on_cpu_ranks import ReaderTensor
-from rankless.deferred_models.building import find_deferred, materialize_tensors
+from rankless.deferred_models.build_and_materialize import find_deferred, materialize_tensors
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.jobs.arguments import (
     FlattenedArguments,
@@ -22,9 +22,9 @@ from rankless.jobs.arguments import (
     get_shardings,
 )
 from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
-from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.job_definition import CallResult, JobDefinition
-from rankless.jobs.model_sync import require_usable_models, sync_models, sync_tensors
+from rankless.jobs.loss_weight_programs import LossWeightReader
+from rankless.jobs.model_sync_between_ranks import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.programs.bound_program import BoundProgram, ModuleTensorReferences, collect_inputs, find_slot
 from rankless.jobs.programs.layer_divisions import find_layer_divisions
 from rankless.jobs.programs.program_cache import CacheLookup, ProgramCache, ProgramRun

@@ -13,7 +13,7 @@ from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.job_definition import CallResult, JobDefinition
-from rankless.jobs.model_sync import require_usable_models
+from rankless.jobs.model_sync_between_ranks import require_usable_models
 from rankless.jobs.views.one_device import PlainView
 from rankless.logical_view.function_handlers import take_whole
 from rankless.logical_view.gradients import LogicalBackward

@@ -32,7 +32,7 @@ from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_agreement import CallSync
 from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.model_sync import require_usable_models
+from rankless.jobs.model_sync_between_ranks import require_usable_models
 from rankless.torch_versions import find_parameter
 
 

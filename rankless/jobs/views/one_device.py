@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 
 from rankless.compiler.capture.capture import extract_loss, run_compiled_functions_eagerly
-from rankless.compiler.capture.forbidden_calls import refuse_training_calls, warn_of_refused_changes
 from rankless.compiler.capture.global_modes import clear_autocast_cache, disable_autocast
+from rankless.compiler.capture.refused_training_calls import refuse_training_calls, warn_of_refused_changes
 from rankless.compiler.capture.result_structure import map_result
 from rankless.compiler.capture.trace_errors import find_compressed_tensor
 from rankless.compiler.ir.counter_operators import CounterRandomMode
-from rankless.compiler.tracing.refused_functions import ModuleTensors
+from rankless.compiler.tracing.refused_tensor_functions import ModuleTensors
 from rankless.context.world import World
 from rankless.errors import CaptureError
 from rankless.jobs.arguments import FlattenedArguments, find_refused_argument
-from rankless.jobs.call_loss_weights import LossWeightReader
 from rankless.jobs.job_definition import CallResult, JobDefinition, detach_leaf
-from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
+from rankless.jobs.last_bit_perturbation import perturb_gradients, perturbed_parameters
+from rankless.jobs.loss_weight_programs import LossWeightReader
 
 
 class PlainView:

@@ -5,7 +5,7 @@ that add in no fixed order, clocks and files can break that. After each call the
 call computed: results, loss, gradients, and the parameters and buffers that it changed. If anything differs, every rank
 takes rank 0's, and the script is warned once.
 
-A later view may split such a job. It can take the place of this one in `rankless.jobs.views.view_choice.make_view`.
+A later view may split such a job. It can take the place of this one in `jobs.views.view_choice_and_recovery.make_view`.
 """
 
 import zlib
@@ -29,7 +29,7 @@ from rankless.errors import RanksDiverged
 from rankless.jobs.arguments import FlattenedArguments
 from rankless.jobs.call_agreement import CallSync, RandomStates, format_call
 from rankless.jobs.job_definition import CallResult, JobDefinition
-from rankless.jobs.model_sync import require_usable_models
+from rankless.jobs.model_sync_between_ranks import require_usable_models
 from rankless.jobs.views.one_device import PlainView
 from rankless.records.encoding import encode_msgpack
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rankless.config.environment import carried_variables
 from rankless.config.extensions import DoctorCheck, list_extensions
-from rankless.config.hosts import Host, addresses_of, own_addresses
+from rankless.config.hosts_and_addresses import Host, addresses_of, own_addresses
 from rankless.launch.doctor.host_pairs import HostPairs, PairCheckContext
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
@@ -25,8 +25,8 @@ from rankless.launch.doctor.probe_protocol import (
     StartCollectiveProcess,
 )
 from rankless.launch.doctor.remote_probes import HostProbes
-from rankless.launch.rendezvous.host_facts import MAX_CLOCK_SKEW_SECONDS, find_differences
-from rankless.launch.rendezvous.reachability import describe_reachability
+from rankless.launch.rendezvous.connect_to_host import describe_reachability
+from rankless.launch.rendezvous.host_consistency import MAX_CLOCK_SKEW_SECONDS, find_differences
 from rankless.records.doctor_records import (
     AllReduceResult,
     CheckResult,

@@ -16,7 +16,7 @@ from rankless.launch.doctor.probe_protocol import (
     ProbeRequest,
 )
 from rankless.launch.doctor.remote_probes import HostProbes
-from rankless.launch.rendezvous.link_test import SECRET_BYTES
+from rankless.launch.rendezvous.connect_and_measure import SECRET_BYTES
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning, with_place
 from rankless.records.number_formatting import format_bit_rate, format_bytes, format_seconds

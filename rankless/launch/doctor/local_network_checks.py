@@ -9,7 +9,13 @@ from contextlib import suppress
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.environment import hosts_without_proxy, loopback_name, user_interfaces, user_proxies
-from rankless.config.hosts import addresses_of, interface_of, interface_towards, is_loopback, own_addresses
+from rankless.config.hosts_and_addresses import (
+    addresses_of,
+    interface_of,
+    interface_towards,
+    is_loopback,
+    own_addresses,
+)
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.launch.ports import find_port_conflict
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
-from rankless.config.available_resources import (
+from rankless.config.available_cpu_and_memory import (
     FREE_SHARED_BYTES,
     SHARED_MEMORY,
     core_count,
@@ -26,10 +26,10 @@ from rankless.config.available_resources import (
     measure_shared_memory,
     read_limit,
 )
-from rankless.config.backends import choose_backend, read_requested_backend, require_usable_backend
+from rankless.config.backend_and_fault_tolerance import choose_backend, read_requested_backend, require_usable_backend
 from rankless.config.environment import user_visible_devices
+from rankless.config.make_run_config import choose_devices
 from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK, can_reserve
-from rankless.config.validation import choose_devices
 from rankless.errors import ConfigError
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from rankless.launch.rendezvous.host_facts import HostFacts
+from rankless.launch.rendezvous.host_consistency import HostFacts
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
 from rankless.records.doctor_records import AllReduceResult, CheckResult, StoreServedMessage, TorchImported
 

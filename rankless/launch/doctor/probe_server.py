@@ -17,6 +17,7 @@ import msgspec
 
 from rankless.config import environment
 from rankless.config.extensions import find_extension, import_declared
+from rankless.launch.doctor.preflight_and_host_checks import check_host, read_host_identity
 from rankless.launch.doctor.probe_protocol import (
     ApplyEnvironment,
     CheckExtension,
@@ -37,8 +38,7 @@ from rankless.launch.doctor.probe_protocol import (
     RelayTask,
     StartCollectiveProcess,
 )
-from rankless.launch.doctor.single_host_checks import check_host, read_host_identity
-from rankless.launch.rendezvous import link_test
+from rankless.launch.rendezvous import connect_and_measure
 from rankless.records.doctor_records import MARK, AllReduceFailed, CheckResult, CollectiveTestResult
 from rankless.records.encoding import encode_json
 from rankless.runtime.fast_exit import FastExit
@@ -72,9 +72,9 @@ class ProbeServer:
         if isinstance(request, OpenListeners):
             return self._listen(request)
         if isinstance(request, ConnectToTargets):
-            return ConnectionAttempts(attempts=link_test.connect_all(request.targets, request.secret))
+            return ConnectionAttempts(attempts=connect_and_measure.connect_all(request.targets, request.secret))
         if isinstance(request, MeasureLink):
-            return link_test.measure_link(request.target, request.secret)
+            return connect_and_measure.measure_link(request.target, request.secret)
         if isinstance(request, StartCollectiveProcess):
             self._start_collective_process()
             return ProbeDone()
@@ -89,10 +89,12 @@ class ProbeServer:
             self._collective_process.wait()
 
     def _listen(self, request: OpenListeners) -> ProbeResponse:
-        free_port_listener = link_test.start_listener(request.host_index, request.secret)
+        free_port_listener = connect_and_measure.start_listener(request.host_index, request.secret)
         own_listener = None
         if request.port is not None:
-            own_listener = link_test.start_listener(request.host_index, request.secret, request.port, request.address)
+            own_listener = connect_and_measure.start_listener(
+                request.host_index, request.secret, request.port, request.address
+            )
         if free_port_listener is None:
             return ProbeFailed(text="no free port")
         self._listeners += [free_port_listener] if own_listener is None else [free_port_listener, own_listener]

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from rankless.config.hosts import Host
+from rankless.config.hosts_and_addresses import Host
 from rankless.launch.doctor.probe_protocol import (
     ClockTime,
     ProbeFailed,

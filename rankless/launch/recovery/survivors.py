@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rankless.config.hosts import LOOPBACK
-from rankless.launch.other_hosts import Peers
+from rankless.config.hosts_and_addresses import LOOPBACK
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.recovery.survivor_membership import (
     Asked,
     Ended,
@@ -31,9 +31,9 @@ from rankless.launch.recovery.survivor_membership import (
     can_lose,
     transition,
 )
-from rankless.launch.rendezvous.leader_and_followers import LeaderPeer
+from rankless.launch.rendezvous.other_hosts_during_run import LeaderPeer
 from rankless.launch.run_setup import ReadyJob
-from rankless.launch.signals import name_signal
+from rankless.launch.signal_reader import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (
     DriverMessage,

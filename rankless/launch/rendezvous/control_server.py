@@ -13,7 +13,7 @@ import msgspec
 from rankless.config.run_config import UNKNOWN_HOST
 from rankless.errors import JoinError, RanklessError
 from rankless.launch.rendezvous.control_connection import ConnectionBrokenError, ControlConnection
-from rankless.launch.rendezvous.host_facts import HostFacts
+from rankless.launch.rendezvous.host_consistency import HostFacts
 from rankless.launch.rendezvous.messages import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,
@@ -32,8 +32,8 @@ from rankless.launch.rendezvous.messages import (
     WorkerOutput,
     WorkerRecords,
 )
-from rankless.launch.signals import Interrupts, RendezvousInterrupted
-from rankless.records.unauthenticated_clients import NewClients
+from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted
+from rankless.records.pending_and_rejected_clients import NewClients
 
 CLOSE_TIMEOUT_SECONDS = 1.0
 _ACCEPTS_PER_POLL = 64

@@ -16,9 +16,8 @@ from rankless.launch.rendezvous.control_connection import (
     TokenRejectedError,
     connect_to_leader,
 )
-from rankless.launch.rendezvous.host_facts import HostFacts
+from rankless.launch.rendezvous.host_consistency import HostFacts
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, TokenSource
-from rankless.launch.rendezvous.leader import PROGRESS_SECONDS
 from rankless.launch.rendezvous.messages import (
     ControlMessage,
     JobStarted,
@@ -27,7 +26,8 @@ from rankless.launch.rendezvous.messages import (
     JoinRequest,
 )
 from rankless.launch.rendezvous.port_test import PortTester
-from rankless.launch.signals import Interrupts, RendezvousInterrupted
+from rankless.launch.rendezvous.wait_for_hosts import PROGRESS_SECONDS
+from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted
 
 Answer = Callable[[str, ControlMessage], ControlMessage | None]
 

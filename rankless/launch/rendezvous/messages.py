@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from rankless.config.run_config import AgreedJobConfig
-from rankless.launch.other_hosts import StopMode
-from rankless.launch.rendezvous.host_facts import HostFacts
+from rankless.launch.other_hosts_interface import StopMode
+from rankless.launch.rendezvous.host_consistency import HostFacts
 from rankless.launch.worker_output import Source
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
 from rankless.records.elastic_messages import DriverMessage, WorkerMessage

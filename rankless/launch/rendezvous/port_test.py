@@ -16,15 +16,15 @@ from typing import TypeVar
 import psutil  # type: ignore[import-untyped]  # it has no stubs
 
 from rankless.config.environment import PORT_TEST, user_interfaces
-from rankless.config.hosts import Endpoint, address_family
+from rankless.config.hosts_and_addresses import Endpoint, address_family
 from rankless.errors import JoinError
+from rankless.launch.rendezvous.connect_and_measure import SECRET_BYTES, connect_all, start_listener, stop_listener
 from rankless.launch.rendezvous.control_server import (
     ANSWER_TIMEOUT_SECONDS,
     ControlServer,
     announced_failures,
     receive_answers,
 )
-from rankless.launch.rendezvous.link_test import SECRET_BYTES, connect_all, start_listener, stop_listener
 from rankless.launch.rendezvous.messages import (
     ConnectToPorts,
     ControlMessage,
@@ -32,7 +32,7 @@ from rankless.launch.rendezvous.messages import (
     PortOpened,
     PortsTried,
 )
-from rankless.launch.signals import Interrupts
+from rankless.launch.signal_reader import Interrupts
 from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, UsedPort
 
 CONNECT_TIMEOUT_SECONDS = 5.0

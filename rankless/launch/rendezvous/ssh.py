@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.run_config import Cluster, Program, RunRequest
-from rankless.installation import format_install_command
+from rankless.install_command import format_install_command
 from rankless.launch.rendezvous.job_token import TOKEN_FOLDER, token_file_name
 from rankless.records.encoding import encode_json
 from rankless.runtime.subprocess_command import python_command

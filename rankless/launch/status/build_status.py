@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from rankless.launch.status.read_counters import ProcessReading, RoleProcessReading, RunReading, WorkerReading
-from rankless.launch.watchdog.process_stats import MAX_IDLE_CPU_FRACTION, MAX_SWITCHES_PER_SECOND
+from rankless.launch.watchdog.process_activity import MAX_IDLE_CPU_FRACTION, MAX_SWITCHES_PER_SECOND
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow
 from rankless.records.run_status import (
     RunStatus,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from rankless.launch.watchdog.process_stats import ProcessStats, read_process_stats
+from rankless.launch.watchdog.process_activity import ProcessStats, read_process_stats
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack
 from rankless.launch.watchdog.stacks import ask_thread, parse_main_stack
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow

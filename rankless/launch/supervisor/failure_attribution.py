@@ -15,9 +15,9 @@ import msgspec
 
 from rankless.config.extensions import list_extensions
 from rankless.errors import LostWorkerError
-from rankless.launch.signals import name_signal
+from rankless.launch.signal_reader import name_signal
 from rankless.launch.supervisor.failure_report import find_line, first_line
-from rankless.launch.supervisor.verdict import EXPLAINED_SETTLING_SECONDS, SecondaryFailure, Verdict
+from rankless.launch.supervisor.verdict_types import EXPLAINED_SETTLING_SECONDS, SecondaryFailure, Verdict
 from rankless.launch.watchdog.hang_verdict import parse_timeout
 from rankless.records.events import (
     AnyRecord,

@@ -6,7 +6,7 @@ Only a run in which something fails loads this.
 from collections.abc import Sequence
 
 from rankless.launch.supervisor.start_and_end_text import MAX_LINE_CHARS, MAX_SECONDARY_LINES
-from rankless.launch.supervisor.verdict import SecondaryFailure, Verdict
+from rankless.launch.supervisor.verdict_types import SecondaryFailure, Verdict
 from rankless.launch.watchdog.stack_classifier import find_script_folder, format_line
 from rankless.launch.watchdog.stacks import TRACEBACK_FRAME, parse_traceback
 from rankless.records.events import GroupTeardown, Raised

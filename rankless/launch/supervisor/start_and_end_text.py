@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankless.config.extension_run_options import describe_processes
+from rankless.config.extension_run_hooks import describe_processes
 from rankless.config.run_config import RunConfig
 from rankless.records.events import WorkerCut
 from rankless.records.live_run import ProcessRow

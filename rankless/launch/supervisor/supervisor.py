@@ -27,10 +27,16 @@ from rankless.config.cluster_variables import list_warning_signals
 from rankless.config.environment import snapshot
 from rankless.config.run_config import RunConfig
 from rankless.launch.launcher_profile import LauncherProfile, SignalForwarding
-from rankless.launch.other_hosts import Peers, StopMode
-from rankless.launch.signals import Interrupts
+from rankless.launch.other_hosts_interface import Peers, StopMode
+from rankless.launch.signal_reader import Interrupts
 from rankless.launch.supervisor.fork_server_client import WorkerParent
-from rankless.launch.supervisor.verdict import ATTRIBUTED_RECORDS, SecondaryFailure, Verdict, WorkerEnds, may_be_failure
+from rankless.launch.supervisor.verdict_types import (
+    ATTRIBUTED_RECORDS,
+    SecondaryFailure,
+    Verdict,
+    WorkerEnds,
+    may_be_failure,
+)
 from rankless.launch.watchdog import load_part
 from rankless.records.events import (
     NO_RANK,
@@ -44,7 +50,7 @@ from rankless.records.events import (
     receive_records,
 )
 from rankless.records.worker_status import PAGE_BYTES, STACKS_REQUEST, read_page
-from rankless.runtime.fork_server_protocol import CUT, KILL, encode_signal
+from rankless.runtime.process_start_messages import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0

@@ -4,7 +4,7 @@
 kind of evidence:
 
 - `phase_timeouts`: the table of the phases of a run, with the limits of each, and the usual time of a step;
-- `process_stats`: CPU time and context switches of each worker, from `/proc`;
+- `process_activity`: CPU time and context switches of each worker, from `/proc`;
 - `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
 - `worker_monitor`: the `RankStatus` of each local rank;
 - `role_monitor`: the state of the processes beside the workers;

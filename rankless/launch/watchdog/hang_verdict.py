@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog.phase_timeouts import BY_NAME as PHASES
-from rankless.launch.watchdog.process_stats import WAITS_FOR_DISK
+from rankless.launch.watchdog.process_activity import WAITS_FOR_DISK
 from rankless.launch.watchdog.role_monitor import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import classify_stack
 from rankless.launch.watchdog.stacks import parse_traceback

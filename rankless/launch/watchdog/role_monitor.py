@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from rankless.launch.watchdog.process_stats import ActivityTracker
+from rankless.launch.watchdog.process_activity import ActivityTracker
 from rankless.records.events import (
     NO_RANK,
     AnyRecord,

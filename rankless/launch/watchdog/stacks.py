@@ -2,7 +2,7 @@
 
 A thread of the worker writes them. A worker whose thread does not answer gets a signal, and so does a child process:
 only while its main thread sleeps, because the signal could kill one that runs. See Note [stacks of running threads] in
-`runtime.status_publisher`.
+`runtime.status_and_stack_writer`.
 """
 
 import os
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rankless.launch.watchdog.process_stats import read_process_stats
+from rankless.launch.watchdog.process_activity import read_process_stats
 from rankless.records.worker_status import (
     NAME,
     PAGE_BYTES,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from rankless.config.process_configs import WorkerConfig
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.phase_timeouts import StepRate
-from rankless.launch.watchdog.process_stats import ActivityTracker
+from rankless.launch.watchdog.process_activity import ActivityTracker
 from rankless.launch.watchdog.role_monitor import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.worker_monitor import WorkerMonitor, status_before_start, write_stacks
 from rankless.records.events import (

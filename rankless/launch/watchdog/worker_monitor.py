@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rankless.config.available_resources import describe_little_shared_memory
+from rankless.config.available_cpu_and_memory import describe_little_shared_memory
 from rankless.config.process_configs import WorkerConfig
 from rankless.launch.watchdog import load_part
-from rankless.launch.watchdog.process_stats import (
+from rankless.launch.watchdog.process_activity import (
     WAITS_FOR_DISK,
     ActivityTracker,
     ProcessStats,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from rankless.config.hosts import Endpoint
+from rankless.config.hosts_and_addresses import Endpoint
 from rankless.errors import ConfigError
 
 ADDRESS_FORMS = "tcp://HOST:PORT or file:///SHARED/PATH"

@@ -1,4 +1,4 @@
-"""Opens the store of a run in one of its processes. See Note [the run's store] in `store_server`."""
+"""Opens the store of a run in one of its processes. See Note [the run's store] in `authenticated_tcp_store`."""
 
 import hmac
 import time

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from rankless.records.verify_results import StepInputs
+from rankless.records.verify_recording_format import StepInputs
 
 MOST_ROWS = 4096
 """Rows of one forward call of which a digest is kept."""

@@ -27,8 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from rankless.config.process_configs import WorkerConfig
 from rankless.context.step_events import StepLimit
 from rankless.jobs.dtype_override import cast
-from rankless.jobs.rounding_noise import perturb_gradients, perturbed_parameters
-from rankless.records.verify_results import ScriptSurvey
+from rankless.jobs.last_bit_perturbation import perturb_gradients, perturbed_parameters
+from rankless.records.verify_recording_format import ScriptSurvey
 from rankless.user_code import script_line, user_line
 from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.run_recorder import RunRecorder

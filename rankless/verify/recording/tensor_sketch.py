@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rankless.records.verify_results import TensorSummary
+from rankless.records.verify_recording_format import TensorSummary
 
 BUCKETS = 16
 

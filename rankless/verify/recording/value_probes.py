@@ -19,13 +19,13 @@ from torch import Tensor, fx
 
 from rankless.collectives.mesh_collectives import all_gather
 from rankless.compiler.capture.result_structure import flatten_result
-from rankless.compiler.codegen import LocalProgram, generate_function
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, ProgramInput, ProgramOutput
+from rankless.compiler.local_program import LocalProgram, generate_function
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
+from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
-from rankless.compiler.scheduling.state_storage import StateStorage
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.config.run_config import InspectedCall
@@ -36,7 +36,7 @@ from rankless.jobs.programs.program_cache import ProgramCache
 from rankless.parallel.default_generator import restore_generators, save_generators
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Replicate, Sharding, compute_local_shape
-from rankless.records.verify_results import ComputedValue, Role, encode_result, values_file
+from rankless.records.verify_recording_format import ComputedValue, Role, encode_result, values_file
 from rankless.user_code import user_line
 from rankless.verify.recording.tensor_sketch import Sketcher
 

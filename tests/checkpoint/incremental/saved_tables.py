@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rankless.checkpoint import load, row_files
+from rankless.checkpoint import incremental_row_files, load
 
 
 class TableState:
@@ -37,7 +37,7 @@ class TableState:
 
 def layer_everything(monkeypatch):
     """Write small tables as large ones."""
-    monkeypatch.setattr(row_files, "LEAST_BYTES", 0)
+    monkeypatch.setattr(incremental_row_files, "LEAST_BYTES", 0)
 
 
 def require_same(found, wanted):

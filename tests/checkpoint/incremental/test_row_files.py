@@ -15,7 +15,7 @@ import torch
 from checkpoint.incremental.saved_tables import TableState, layer_everything, layers_of, require_loads
 from checkpoint.saved_objects import SOLO, Holder, save
 
-from rankless.checkpoint import load, row_files
+from rankless.checkpoint import incremental_row_files, load
 from rankless.checkpoint.manifest import Manifest, encode_manifest
 from rankless.errors import CheckpointError
 
@@ -49,7 +49,7 @@ def change_rows(rows, drawn):
 @pytest.mark.ci_sample(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_any_changes_are_read_back_bit_by_bit(tmp_path, dtype, monkeypatch):
-    monkeypatch.setattr(row_files, "MOST_LAYERS", 4)
+    monkeypatch.setattr(incremental_row_files, "MOST_LAYERS", 4)
     drawn = random.Random(3)
     rows, numbers = make_rows(200), set()
     for _ in range(60):
@@ -212,7 +212,7 @@ def test_a_manifest_that_does_not_fit_its_files_is_refused(tmp_path, edit):
 
 def test_a_table_that_has_grown_is_written_as_rows_from_then_on(tmp_path, monkeypatch):
     table = TableState(make_rows(100))
-    monkeypatch.setattr(row_files, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(incremental_row_files, "LEAST_BYTES", 1 << 20)
     save(tmp_path / "c", {"table": table})
     assert layers_of(tmp_path / "c") == []
     layer_everything(monkeypatch)
@@ -269,7 +269,7 @@ def test_files_of_rows_that_do_not_belong_together_are_refused(tmp_path, forge):
 
 @pytest.mark.parametrize("version", [2, 3, 4])
 def test_manifests_of_earlier_versions_without_tables_are_read(tmp_path, monkeypatch, version):
-    monkeypatch.setattr(row_files, "LEAST_BYTES", 1 << 20)
+    monkeypatch.setattr(incremental_row_files, "LEAST_BYTES", 1 << 20)
     table = TableState(make_rows(100))
     save(tmp_path / "c", {"table": table})
     file = tmp_path / "c" / "manifest.json"

@@ -13,10 +13,10 @@ from support.processes import on_mesh
 
 from rankless import collectives
 from rankless.collectives.backends import SharedMemoryProcessGroup, register_backend, shared_region
+from rankless.collectives.backends.double_buffered_slots import count_slot_bytes
 from rankless.collectives.backends.futex_signals import ControlLayout
 from rankless.collectives.backends.message_transfers import RingLayout
-from rankless.collectives.backends.rank_slots import count_slot_bytes
-from rankless.collectives.collective_queues import resolve_group
+from rankless.collectives.checked_process_group import resolve_group
 from rankless.config.shared_memory_support import GROUP_BYTES_PER_RANK
 from rankless.errors import CollectiveError
 from rankless.parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from rankless.cli import CommandParser, main
-from rankless.config import validation
+from rankless.config import make_run_config
 from rankless.config.run_config import UNKNOWN_HOST, AgreedJobConfig, Cluster, Program, RunConfig
 from rankless.errors import ConfigError
 from rankless.extensions.fleetrun import command as fleetrun
@@ -17,7 +17,7 @@ from rankless.extensions.fleetrun.profile import ENDPOINTS, share_out
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
 from rankless.launch.launcher_profile import load_profile, make_run_folder
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.run_setup import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
@@ -31,7 +31,7 @@ def parse(*words: str) -> FleetrunFlags:
 
 
 def config_of(*words: str) -> RunConfig:
-    return validation.make_run_config(SCRIPT, fleetrun_request(parse(*words, "train.py"), SCRIPT))
+    return make_run_config.make_run_config(SCRIPT, fleetrun_request(parse(*words, "train.py"), SCRIPT))
 
 
 def make_cluster(*words: str) -> Cluster:
@@ -68,7 +68,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
     def have(count: int, visible: str | None = None) -> None:
         monkeypatch.setattr(
-            validation.glob, "glob", lambda _pattern: [f"/dev/nvidia{number}" for number in range(count)]
+            make_run_config.glob, "glob", lambda _pattern: [f"/dev/nvidia{number}" for number in range(count)]
         )
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -160,7 +160,9 @@ def test_the_error_for_a_misspelt_option_names_the_right_one(
 
 
 def test_the_hosts_of_ips_are_numbered_in_their_order(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rankless.config.hosts.own_addresses", lambda: frozenset({"192.168.0.16", "127.0.0.1"}))
+    monkeypatch.setattr(
+        "rankless.config.hosts_and_addresses.own_addresses", lambda: frozenset({"192.168.0.16", "127.0.0.1"})
+    )
     cluster = make_cluster("--ips=192.168.0.1,192.168.0.16", "--nproc_per_node=2")
     assert (cluster.host_index, cluster.port, cluster.agent_start, cluster.is_listed) == (1, 9988, "script", True)
     assert [(host.address, host.workers) for host in cluster.hosts] == [("192.168.0.1", 2), ("192.168.0.16", 2)]

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from rankless.cli import CommandParser, main
-from rankless.config import hosts, validation
+from rankless.config import hosts_and_addresses, make_run_config
 from rankless.config.process_configs import WorkerLaunch
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses, Program, RunConfig
 from rankless.errors import ConfigError
@@ -20,8 +20,8 @@ from rankless.extensions.servers.launch import server_hosts
 from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.server_process import make_server_launches
 from rankless.launch.launcher_profile import load_profile
-from rankless.launch.other_hosts import Peers
-from rankless.launch.process_roles import WorkerContent
+from rankless.launch.other_hosts_interface import Peers
+from rankless.launch.process_role_interface import WorkerContent
 from rankless.launch.run_setup import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
@@ -32,7 +32,7 @@ def config_of(*words: str) -> RunConfig:
     parser = CommandParser(prog="rankless", allow_abbrev=fleetrun.ABBREVIATES)
     fleetrun.add_arguments(parser)
     flags = read_flags(parser.parse_args([*words, "train.py"]))
-    return validation.make_run_config(SCRIPT, fleetrun_request(flags, SCRIPT))
+    return make_run_config.make_run_config(SCRIPT, fleetrun_request(flags, SCRIPT))
 
 
 def job_of(config: RunConfig, *addresses: str) -> ReadyJob:
@@ -82,7 +82,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
 
     def have(count: int, visible: str) -> None:
         files = [f"/dev/nvidia{number}" for number in range(count)]
-        monkeypatch.setattr(validation.glob, "glob", lambda _pattern: files)
+        monkeypatch.setattr(make_run_config.glob, "glob", lambda _pattern: files)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
 
     return have
@@ -168,7 +168,7 @@ def test_the_tables_show_the_servers():
 @pytest.fixture
 def host_yy(monkeypatch: pytest.MonkeyPatch):
     """Give this host the address 198.51.100.8."""
-    for module in (hosts, server_hosts):
+    for module in (hosts_and_addresses, server_hosts):
         monkeypatch.setattr(module, "own_addresses", lambda: frozenset({"198.51.100.8", "127.0.0.1"}))
 
 

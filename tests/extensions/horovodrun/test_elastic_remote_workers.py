@@ -18,7 +18,7 @@ from rankless.config.run_config import AgreedJobConfig, Elastic, Program, RunReq
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
 from rankless.launch.recovery.membership import ElasticWorker
-from rankless.launch.rendezvous.host_facts import installed_versions
+from rankless.launch.rendezvous.host_consistency import installed_versions
 from rankless.records.events import Exited
 
 OTHER_AGENT = """

@@ -9,9 +9,9 @@ import pytest
 from extensions.horovodrun.horovodrun_spellings import SPELLINGS
 
 from rankless.cli import CommandParser, main
-from rankless.config import environment, hosts
+from rankless.config import environment, hosts_and_addresses
+from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Cluster, Elastic, Program, RunRequest, decode_settings
-from rankless.config.validation import make_run_config
 from rankless.errors import ConfigError
 from rankless.extensions.horovodrun import command as horovodrun
 from rankless.extensions.horovodrun import hosts as horovodrun_hosts
@@ -31,9 +31,9 @@ HERE = "10.7.0.1"
 @pytest.fixture(autouse=True)
 def _addresses(monkeypatch: pytest.MonkeyPatch):
     known = {"localhost": "127.0.0.1", "mine": HERE, "other": "10.7.0.2"}
-    for module in (hosts, horovodrun_hosts):
+    for module in (hosts_and_addresses, horovodrun_hosts):
         monkeypatch.setattr(module, "addresses_of", lambda name: frozenset({known.get(name, name)}))
-    monkeypatch.setattr(hosts, "own_addresses", lambda: frozenset({HERE, "127.0.0.1"}))
+    monkeypatch.setattr(hosts_and_addresses, "own_addresses", lambda: frozenset({HERE, "127.0.0.1"}))
     monkeypatch.setattr(horovodrun_hosts, "interface_towards", lambda _: ("eth0", HERE))
     monkeypatch.setattr(
         horovodrun_hosts,

@@ -9,8 +9,8 @@ from torch.distributed import launch as torch_launch
 from torch.distributed.run import get_args_parser
 
 from rankless.cli import CommandParser, main
-from rankless.config import validation
-from rankless.config.available_resources import core_count
+from rankless.config import make_run_config
+from rankless.config.available_cpu_and_memory import core_count
 from rankless.config.run_config import UNKNOWN_HOST, Program, decode_settings
 from rankless.errors import ConfigError
 from rankless.extensions.torchrun import command as torchrun
@@ -183,7 +183,7 @@ def test_several_hosts_use_torchruns_rendezvous_address():
     with pytest.raises(ConfigError, match="a fixed number of hosts"):
         torchrun_request(parse("--nnodes", "2:4", "main.py"), SCRIPT)
     flags = parse("--nnodes", "1:1", "main.py")
-    assert validation.make_run_config(SCRIPT, torchrun_request(flags, SCRIPT)).cluster is None
+    assert make_run_config.make_run_config(SCRIPT, torchrun_request(flags, SCRIPT)).cluster is None
     assert make_hosts(flags).most == 1
 
 
@@ -211,16 +211,16 @@ def test_several_hosts_use_torchruns_rendezvous_address():
 def test_invalid_values_are_rejected(words: list[str]):
     flags = parse(*words, __file__)
     with pytest.raises(ConfigError):
-        validation.make_run_config(SCRIPT, torchrun_request(flags, torchrun_program(flags)))
+        make_run_config.make_run_config(SCRIPT, torchrun_request(flags, torchrun_program(flags)))
 
 
 def test_threads_are_torchruns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    many = validation.make_run_config(SCRIPT, torchrun_request(parse("--nproc-per-node", "2", "main.py"), SCRIPT))
-    one = validation.make_run_config(SCRIPT, torchrun_request(parse("main.py"), SCRIPT))
+    many = make_run_config.make_run_config(SCRIPT, torchrun_request(parse("--nproc-per-node", "2", "main.py"), SCRIPT))
+    one = make_run_config.make_run_config(SCRIPT, torchrun_request(parse("main.py"), SCRIPT))
     assert (many.threads_per_worker, one.threads_per_worker) == (1, core_count())
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    many = validation.make_run_config(SCRIPT, torchrun_request(parse("--nproc-per-node", "2", "main.py"), SCRIPT))
+    many = make_run_config.make_run_config(SCRIPT, torchrun_request(parse("--nproc-per-node", "2", "main.py"), SCRIPT))
     assert many.threads_per_worker == 5
 
 
@@ -266,4 +266,4 @@ def test_a_gpu_of_its_own_for_each_worker_needs_enough_of_them(monkeypatch: pyte
 def test_a_missing_command_is_rejected(tmp_path: Path):
     flags = parse("--no-python", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="a command"):
-        validation.check_program(torchrun_program(flags))
+        make_run_config.check_program(torchrun_program(flags))

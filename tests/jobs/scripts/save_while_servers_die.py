@@ -11,10 +11,10 @@ import torch
 from server_killer import ServerKiller
 
 import rankless
-from rankless.checkpoint import row_files
+from rankless.checkpoint import incremental_row_files
 
 KILLS, SEED, SAVES = map(int, sys.argv[1:])
-row_files.LEAST_BYTES = 1 << 14  # small tables, so that saves are many
+incremental_row_files.LEAST_BYTES = 1 << 14  # small tables, so that saves are many
 torch.set_default_dtype(torch.float64)
 table = rankless.parameter_server.Embedding(8, seed=8, expire_after_steps=30)
 optimizer = torch.optim.Adagrad(table.parameters(), lr=0.05)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from rankless.collectives.backends.double_buffered_slots import split_rounds
 from rankless.collectives.backends.hosts.host_waits import HostWaits
 from rankless.collectives.backends.hosts.leader_exchange import (
     INLINE_BYTES,
@@ -34,7 +35,6 @@ from rankless.collectives.backends.hosts.leader_exchange import (
 )
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.operation_signature import Collective, fold_lengths, sign_reduction
-from rankless.collectives.backends.rank_slots import split_rounds
 from rankless.collectives.backends.reductions import Reduction
 from rankless.collectives.backends.shared_group import SharedGroup
 

@@ -18,7 +18,7 @@ from rankless.collectives.backends.hosts.gloo_exchange import ExchangeTimeout, G
 from rankless.collectives.backends.hosts.ranks_of_hosts import RanksOfHosts
 from rankless.collectives.backends.shared_group import SharedGroup
 from rankless.errors import CollectiveError
-from rankless.records.group_failures import FailureKind, encode_failure
+from rankless.records.group_failure_codes import FailureKind, encode_failure
 
 _LONGEST_GRACE_SECONDS = 5.0
 _LOST = "is lost ("

@@ -24,7 +24,7 @@ from rankless.collectives.backends.store_exchange import StoreExchange, do_nothi
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.shared_memory_support import Support, is_supported
 from rankless.errors import CollectiveError
-from rankless.records.group_failures import FailureKind
+from rankless.records.group_failure_codes import FailureKind
 
 Operation = Callable[[], None]
 

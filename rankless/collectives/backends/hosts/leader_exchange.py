@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rankless.collectives.backends.double_buffered_slots import split_shares
 from rankless.collectives.backends.group_failure_errors import make_mismatch_error
 from rankless.collectives.backends.hosts.gloo_exchange import GlooExchange
 from rankless.collectives.backends.operation_signature import describe_signature
-from rankless.collectives.backends.rank_slots import split_shares
 from rankless.collectives.backends.reductions import Reduction
 
 PIECE_BYTES = 1 << 19

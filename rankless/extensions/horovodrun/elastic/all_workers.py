@@ -9,15 +9,15 @@ from dataclasses import dataclass
 import msgspec
 
 from rankless.config.environment import exported_variables, loopback_name, user_interfaces
-from rankless.config.hosts import LOOPBACK, interface_of, is_here
+from rankless.config.hosts_and_addresses import LOOPBACK, interface_of, is_here
 from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
 from rankless.extensions.horovodrun.elastic.remote_workers import RemoteWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import HostTask
+from rankless.launch.authenticated_tcp_store import StoreServer
 from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.ports import open_store_socket
 from rankless.launch.recovery.membership import ElasticWorker, RoundState
-from rankless.launch.store_server import StoreServer
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
 from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from rankless.config.backends import choose_backend
-from rankless.config.hosts import LOOPBACK
+from rankless.config.backend_and_fault_tolerance import choose_backend
+from rankless.config.hosts_and_addresses import LOOPBACK
 from rankless.config.run_config import AgreedJobConfig, Elastic, RunConfig
 from rankless.extensions.horovodrun.elastic.all_workers import AllWorkers, LaunchContext
 from rankless.extensions.horovodrun.elastic.discovery import DiscoveredHosts, FixedHosts
 from rankless.launch.launcher_profile import LauncherProfile, make_run_folder, make_run_id
 from rankless.launch.recovery.membership import Action, JobFailure, JobMembership, KillAction, StartAction
-from rankless.launch.signals import Interrupts, name_signal
+from rankless.launch.signal_reader import Interrupts, name_signal
 from rankless.launch.supervisor.failure_attribution import attribute_failure, is_secondary_failure
 from rankless.launch.supervisor.failure_report import format_failure
 from rankless.launch.supervisor.supervisor import (
@@ -34,7 +34,7 @@ from rankless.launch.supervisor.supervisor import (
     STOP_GRACE_SECONDS,
     choose_stop_times,
 )
-from rankless.launch.supervisor.verdict import Verdict
+from rankless.launch.supervisor.verdict_types import Verdict
 from rankless.launch.watchdog.hang_verdict import HangDiagnosis, diagnose
 from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting

@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 
 from rankless.config import environment
-from rankless.config.hosts import interface_of
-from rankless.config.validation import make_run_config
+from rankless.config.hosts_and_addresses import interface_of
+from rankless.config.make_run_config import make_run_config
 from rankless.errors import RanklessError
 from rankless.extensions.horovodrun.elastic.local_workers import LocalWorkers
 from rankless.extensions.horovodrun.elastic.ssh_protocol import (
@@ -29,7 +29,7 @@ from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     StartWorker,
 )
 from rankless.launch.launcher_profile import load_profile
-from rankless.launch.rendezvous.host_facts import installed_versions
+from rankless.launch.rendezvous.host_consistency import installed_versions
 from rankless.launch.rendezvous.messages import (
     Heartbeat,
     SendToWorker,

@@ -30,7 +30,7 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.records.events import AnyRecord, Exited, HangDetected, RankStatus, Started, receive_records
-from rankless.runtime.fork_server_protocol import KILL, encode_signal, send_worker_launch
+from rankless.runtime.process_start_messages import KILL, encode_signal, send_worker_launch
 
 
 class LocalWorkers:

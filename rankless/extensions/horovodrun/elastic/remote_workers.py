@@ -25,7 +25,7 @@ from rankless.extensions.horovodrun.elastic.ssh_protocol import (
     StartWorker,
 )
 from rankless.launch.recovery.membership import ElasticWorker
-from rankless.launch.rendezvous.host_facts import find_version_differences, installed_versions
+from rankless.launch.rendezvous.host_consistency import find_version_differences, installed_versions
 from rankless.launch.rendezvous.messages import (
     Heartbeat,
     SendToWorker,

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from rankless.config.hosts import addresses_of, is_loopback, own_addresses, parse_endpoint
+from rankless.config.hosts_and_addresses import addresses_of, is_loopback, own_addresses, parse_endpoint
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import (
     RequestedServers,

@@ -12,15 +12,15 @@ from typing import Any
 
 import msgspec
 
-from rankless.config.hosts import Endpoint
+from rankless.config.hosts_and_addresses import Endpoint
 from rankless.config.run_config import AgreedProcesses
 from rankless.errors import JoinError, RanklessError
 from rankless.extensions.servers.config import SERVER_ROLE, RequestedServers
 from rankless.extensions.servers.launch.addresses import reserve_address
 from rankless.extensions.servers.launch.server_hosts import divide_servers, place_copies
-from rankless.launch.process_roles import JoinedHosts
+from rankless.launch.process_role_interface import JoinedHosts
 from rankless.launch.rendezvous.control_server import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
-from rankless.launch.rendezvous.host_facts import HostFacts, RoleFacts
+from rankless.launch.rendezvous.host_consistency import HostFacts, RoleFacts
 from rankless.launch.rendezvous.messages import RoleMessage
 
 _SALT_BYTES = 32

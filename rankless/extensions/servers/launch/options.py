@@ -3,8 +3,8 @@
 import importlib.util
 from collections.abc import Sequence
 
-from rankless.config.extension_run_options import GivenOptions, NamedWorkers, RunOptions, Settings
-from rankless.config.hosts import Endpoint, Host, is_here, parse_endpoint, read_endpoints
+from rankless.config.extension_run_hooks import GivenOptions, NamedWorkers, RunOptions, Settings
+from rankless.config.hosts_and_addresses import Endpoint, Host, is_here, parse_endpoint, read_endpoints
 from rankless.config.run_config import Cluster, RunRequest
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import (
@@ -24,7 +24,7 @@ from rankless.extensions.servers.launch.server_hosts import (
     require_replicas,
     require_server_hosts,
 )
-from rankless.installation import format_install_command
+from rankless.install_command import format_install_command
 from rankless.records.number_formatting import format_count
 
 SERVER_PACKAGES = ("numba", "zmq")

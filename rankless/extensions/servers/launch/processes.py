@@ -15,10 +15,10 @@ from collections.abc import Callable, Sequence
 from rankless.errors import LaunchError
 from rankless.extensions.servers.config import CANNOT_CONTINUE, DEFAULT_SERVER_RESTARTS, SERVER_ROLE, find_original
 from rankless.extensions.servers.launch.server_process import ServerLaunch, ServerPhase, ServerProcess
-from rankless.launch.signals import Interrupts, RendezvousInterrupted
+from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted
 from rankless.records.events import NO_RANK, ProcessExited, ProcessRestarted
 from rankless.records.live_run import ProcessRow
-from rankless.runtime.process_tree import descendants, send_signal
+from rankless.runtime.linux_process_control import descendants, send_signal
 
 START_SECONDS = 60.0
 """How long servers may take until they serve. They take less than a second on an idle host."""

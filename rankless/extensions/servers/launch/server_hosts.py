@@ -3,7 +3,15 @@
 from collections.abc import Sequence
 from itertools import groupby
 
-from rankless.config.hosts import Endpoint, Host, addresses_of, is_here, is_loopback, own_addresses, parse_endpoint
+from rankless.config.hosts_and_addresses import (
+    Endpoint,
+    Host,
+    addresses_of,
+    is_here,
+    is_loopback,
+    own_addresses,
+    parse_endpoint,
+)
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import RequestedServers

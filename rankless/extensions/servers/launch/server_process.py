@@ -19,13 +19,13 @@ from rankless.config.environment import WORKER_PLAN
 from rankless.config.run_config import AgreedJobConfig
 from rankless.extensions.servers.config import NAME, SERVER_ROLE, ServerConfig, ServersConfig, server_environment
 from rankless.launch.launcher_profile import LauncherProfile
-from rankless.launch.signals import name_signal
+from rankless.launch.signal_reader import name_signal
 from rankless.records.live_run import ProcessStage
 from rankless.records.number_formatting import format_seconds
 from rankless.records.private_files import private_opener
 from rankless.records.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
 from rankless.records.shared_record import open_shared_file
-from rankless.runtime.process_tree import delayed_interrupts
+from rankless.runtime.linux_process_control import delayed_interrupts
 from rankless.runtime.subprocess_command import module_command
 
 

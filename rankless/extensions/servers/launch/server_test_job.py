@@ -20,7 +20,7 @@ from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_connection import ConnectionSettings
 from rankless.extensions.servers.tables.optimizers import SgdSettings
 from rankless.extensions.servers.tables.settings import Constant, TableSettings
-from rankless.launch.signals import Interrupts
+from rankless.launch.signal_reader import Interrupts
 from rankless.records.number_formatting import format_seconds
 
 RESTART_SECONDS = 120.0

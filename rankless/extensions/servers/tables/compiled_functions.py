@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar, cast
 
 from rankless.errors import TableError
-from rankless.installation import format_install_command
+from rankless.install_command import format_install_command
 
 try:
     import numba

@@ -1,6 +1,6 @@
 """The tables of rows among a job's models, which all workers share.
 
-After a step they ask servers for the rows of the next call; see Note [early rows] in `context.upcoming_batches`.
+After a step they ask servers for the rows of the next call; see Note [early rows] in `context.row_prefetch_batches`.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rankless.context.events_of_all_ranks import JobParticipant
+from rankless.context.extension_participants import JobParticipant
 from rankless.context.world import World
 from rankless.data.logical_tensor import LogicalTensor
 from rankless.errors import TableError

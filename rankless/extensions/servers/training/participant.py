@@ -26,7 +26,7 @@ from rankless.compiler.pipeline_parallel.stages import (
 )
 from rankless.compiler.rules.extension_operators import is_lookup
 from rankless.config.process_configs import WorkerConfig
-from rankless.context.events_of_all_ranks import JointEvents, JointParticipant
+from rankless.context.extension_participants import JointEvents, JointParticipant
 from rankless.context.world import StartedWorkers, World
 from rankless.errors import CaptureError, ConfigError
 from rankless.extensions.servers.config import ServersConfig, find_served
@@ -95,7 +95,7 @@ def find_dense_stages(
 def make_joint_participant(
     events: JointEvents, config: WorkerConfig | None, workers: Mesh | None
 ) -> "TableParticipant":
-    """Return what takes part in jobs for tables and servers. See `rankless.context.events_of_all_ranks.JointEvents`."""
+    """Return what takes part in jobs for tables and servers. See `context.extension_participants.JointEvents`."""
     return TableParticipant(events, None if config is None else find_served(config.roles), workers)
 
 

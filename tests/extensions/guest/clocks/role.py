@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rankless.config.run_config import AgreedProcesses
 from rankless.errors import LaunchError
-from rankless.launch.process_roles import ProcessRole, WorkerContent
-from rankless.launch.rendezvous.host_facts import RoleFacts
-from rankless.launch.signals import RendezvousInterrupted
+from rankless.launch.process_role_interface import ProcessRole, WorkerContent
+from rankless.launch.rendezvous.host_consistency import RoleFacts
+from rankless.launch.signal_reader import RendezvousInterrupted
 from rankless.records.events import NO_RANK, ProcessExited
 from rankless.records.live_run import ProcessRow
 

@@ -2,7 +2,7 @@ import contextlib
 
 import hours.operators  # noqa: F401  # torch knows the operators then
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.events_of_all_ranks import JobParticipant, JointParticipant
+from rankless.context.extension_participants import JobParticipant, JointParticipant
 from rankless.jobs.job_definition import CallResult
 from rankless.jobs.programs.bound_program import collect_inputs
 

@@ -7,7 +7,7 @@ import pytest
 from rankless.config.run_config import AgreedJobConfig, AgreedProcesses
 from rankless.extensions.servers.config import ServersConfig, is_server_lost
 from rankless.extensions.servers.launch.role import LostServers
-from rankless.launch.other_hosts import Peers
+from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.supervisor.failure_attribution import attribute_failure
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
 

@@ -14,7 +14,7 @@ from support.jobs import wait_until
 from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_process import ServerLaunch
-from rankless.launch.signals import Interrupts
+from rankless.launch.signal_reader import Interrupts
 from rankless.records.events import ProcessExited, ProcessRestarted
 
 pytestmark = pytest.mark.slow

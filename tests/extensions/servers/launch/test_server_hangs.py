@@ -21,7 +21,7 @@ from rankless.errors import ServerError
 from rankless.extensions.servers.config import ServerConfig, ServersConfig
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_process import ServerLaunch
-from rankless.launch.signals import Interrupts
+from rankless.launch.signal_reader import Interrupts
 from rankless.launch.supervisor.failure_attribution import find_lost_process
 from rankless.launch.watchdog.hang_verdict import BLOCKED_SECONDS, blame_processes, diagnose
 from rankless.launch.watchdog.phase_timeouts import StepRate

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankless.config.hosts import Endpoint, Host, parse_endpoint
+from rankless.config.hosts_and_addresses import Endpoint, Host, parse_endpoint
 from rankless.config.run_config import UNKNOWN_HOST, Cluster
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import RequestedServers, format_server_address, parse_server_address

@@ -8,9 +8,9 @@ from support.servers import install_server
 from support.warm_runs import rankless
 
 from rankless.cli import main
-from rankless.config import hosts, validation
+from rankless.config import hosts_and_addresses, make_run_config
 from rankless.config.extensions import find_extension
-from rankless.config.hosts import Endpoint, parse_endpoint
+from rankless.config.hosts_and_addresses import Endpoint, parse_endpoint
 from rankless.config.run_config import Elastic, Program, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import NAME, SERVER_MODES, SERVER_ROLE, RequestedServers, make_settings
@@ -63,7 +63,7 @@ def test_heterogeneous_workers_come_after_the_others(heterogeneous, started: lis
 @pytest.fixture
 def host_7(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give this host the address 198.51.100.7."""
-    for module in (hosts, server_hosts):
+    for module in (hosts_and_addresses, server_hosts):
         monkeypatch.setattr(module, "own_addresses", lambda: frozenset({"198.51.100.7", "127.0.0.1"}))
 
 
@@ -88,7 +88,7 @@ def on_network(text: str) -> list[str]:
 @pytest.mark.usefixtures("host_7")
 @pytest.mark.parametrize(("options", "counts", "kinds"), ON_HOSTS)
 def test_heterogeneous_workers_have_the_last_ranks_of_their_hosts(options, counts, kinds, started, monkeypatch):
-    monkeypatch.setattr(validation, "count_gpus", lambda: 8)
+    monkeypatch.setattr(make_run_config, "count_gpus", lambda: 8)
     assert main(["run", *on_network(options), "--no-ssh", __file__]) == 0
     (config,) = started
     (axis,) = config.mesh
@@ -250,7 +250,7 @@ def test_elastic_jobs_have_no_servers():
     elastic = Elastic(min_workers=1)
     request = RunRequest(worker_count=1, elastic=elastic, options={NAME: make_settings(RequestedServers(count=1))})
     with pytest.raises(ConfigError, match="omit the options of elastic jobs, or the servers"):
-        validation.make_run_config(Program(kind="script", target=__file__), request)
+        make_run_config.make_run_config(Program(kind="script", target=__file__), request)
 
 
 def test_the_declaration_says_what_the_code_does():
@@ -268,10 +268,10 @@ def test_the_declaration_says_what_the_code_does():
 
 
 def test_servers_keep_a_core_each_if_there_are_enough(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(validation, "core_count", lambda: 8)
-    threads = [validation.share_cores(3, count) for count in (1, 2, 5, 6)]
+    monkeypatch.setattr(make_run_config, "core_count", lambda: 8)
+    threads = [make_run_config.share_cores(3, count) for count in (1, 2, 5, 6)]
     assert threads == [2, 2, 1, 2]
-    assert validation.share_cores(3, 0) == 2
+    assert make_run_config.share_cores(3, 0) == 2
 
 
 ENDPOINTS = [

@@ -1,1 +1,0 @@
-"""Batch-dim analysis: what splitting the batch does to each value, and what a loss divides by."""
