@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -35,7 +36,7 @@ from rankless.launch.spawn_function import Show, Spawned
 from rankless.launch.spawn_function import spawn as spawn_workers
 from rankless.parallel.user_plan import Plan, PlanSource, place
 from rankless.plain_script.loaders import shard_loaded, shard_whole
-from rankless.records.events import AnyRecord, Notice, Progress
+from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, Progress
 from rankless.records.parallel_plan import Recompute, ZeroLevel
 from rankless.runtime.current_context import (
     current_context,
@@ -848,13 +849,22 @@ def checkpoints(
         folder,
         retention=checkpoint.Retention(keep_last=keep_last, keep_best=keep_best, mode=mode),
         options=checkpoint.SaveOptions(layout=layout, background=background),
-        run=checkpoint.RunFunctions(
-            find_saver=lambda: _find_saver("a method of rankless.checkpoints"),
-            notify=lambda text: _world().notify(text),
-            prepare_load=divide_states_of_jobs,
-        ),
+        run=_RUN_FUNCTIONS,
         autosave=_make_autosave(autosave),
     )
+
+
+def _report_load(step: int) -> None:
+    world = _world()
+    world.send_record(CheckpointLoaded(rank=world.numbering.own, time_ns=time.monotonic_ns(), step=step))
+
+
+_RUN_FUNCTIONS = checkpoint.RunFunctions(
+    find_saver=lambda: _find_saver("a method of rankless.checkpoints"),
+    notify=lambda text: _world().notify(text),
+    prepare_load=divide_states_of_jobs,
+    report_load=_report_load,
+)
 
 
 def _make_autosave(wanted: bool | Callable[[], int]) -> checkpoint.Autosave | None:

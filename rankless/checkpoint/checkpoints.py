@@ -46,6 +46,8 @@ class RunFunctions:
     """Shows the user a notice."""
     prepare_load: Callable[[Iterable[Any]], None] = lambda _objects: None
     """Called on all ranks with the objects of a load, before anything is read."""
+    report_load: Callable[[int], None] = lambda _step: None
+    """Called with the step of a checkpoint that was loaded."""
 
 
 class Checkpoints:
@@ -166,6 +168,8 @@ class Checkpoints:
         restored: Restored | None = saver.run_for_all(
             lambda: self._restore(saver, which, objects, strict=strict, random=random)
         )
+        if restored is not None:
+            self._run.report_load(restored.step)
         at = restored or Restored(step=0, metric=None, extra=None)
         self._follow(at.step, at.metric, at.extra, objects)
         return restored

@@ -31,8 +31,8 @@ from rankless.config.extension_run_hooks import count_row_holders, read_options
 from rankless.config.make_run_config import make_run_config
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import name_axes, write_plan
+from rankless.config.program_source_files import digest_source
 from rankless.config.run_config import Program, RunConfig, RunObservation, RunRequest
-from rankless.config.script_analysis import digest_source
 from rankless.errors import ConfigError
 from rankless.launch.agent import make_job_runner
 from rankless.plan_picture.picture_data import collect_plan

@@ -29,7 +29,7 @@ from rankless.config.run_config import Cluster, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.launch import agent
 from rankless.records.run_summary import RunSummary
-from rankless.terminal.progress_observer import ProgressObserver
+from rankless.terminal.lazy_progress_display import ProgressObserver
 
 NAME = "run"
 TAKES_EXTENSION_OPTIONS = True

@@ -6,8 +6,8 @@ from typing import get_args
 
 from rankless.config import extension_run_hooks
 from rankless.config.environment import user_backend
+from rankless.config.program_source_files import names_rankless
 from rankless.config.run_config import Backend, RunConfig, RunObservation
-from rankless.config.script_analysis import names_rankless
 from rankless.config.shared_memory_support import is_supported
 from rankless.errors import ConfigError
 

@@ -20,9 +20,9 @@ from rankless.config.environment import snapshot, user_hang_timeout, user_preloa
 from rankless.config.extension_run_hooks import check_options, count_processes
 from rankless.config.extensions import find_extension
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
+from rankless.config.program_source_files import names_rankless
 from rankless.config.rank_awareness import decide_view, read_zero
 from rankless.config.run_config import Cluster, PlanFile, Program, RunConfig, RunRequest, ScriptView, check_elastic
-from rankless.config.script_analysis import names_rankless
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import PlannedAxis, ZeroLevel
 

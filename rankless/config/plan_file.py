@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from rankless.config.mesh_option import AXES
+from rankless.config.program_source_files import digest_source
 from rankless.config.run_config import PlanFile, Program
-from rankless.config.script_analysis import digest_source
 from rankless.errors import ConfigError
 from rankless.records.encoding import encode_json
 from rankless.records.parallel_plan import (

@@ -14,8 +14,8 @@ from collections.abc import Container, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from rankless.config.extensions import list_aliases
+from rankless.config.program_source_files import SourceFile, own_files
 from rankless.config.run_config import Program, ScriptView
-from rankless.config.script_analysis import SourceFile, own_files
 from rankless.errors import ConfigError
 from rankless.records.parallel_plan import ZeroLevel
 

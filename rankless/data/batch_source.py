@@ -46,9 +46,9 @@ from rankless.data.batches_from_cpu_ranks import (
     share_batches,
 )
 from rankless.data.batches_from_first_rank import distribute_from_first_rank, sync_generators
-from rankless.data.collation import Collation, refuse_random
 from rankless.data.collation_probe import describe_function
 from rankless.data.loader_position import GeneratorSnapshot, Pass, require_same_batches, set_sampler_states
+from rankless.data.probed_collation import Collation, refuse_random
 from rankless.data.random_generators import (
     Generator,
     find_changed_generators,

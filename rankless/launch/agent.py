@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from rankless.config.run_config import RunConfig
+from rankless.launch.agreed_job_setup import ReadyJob, set_up_job
 from rankless.launch.launcher_profile import load_profile, make_run_folder
 from rankless.launch.live_run_publisher import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.ports import require_own_address
-from rankless.launch.run_setup import ReadyJob, set_up_job
 from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.start_and_end_report import RunReport, WorkerTable, conclude
 from rankless.launch.supervisor.fork_server_client import (

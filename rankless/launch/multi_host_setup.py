@@ -23,6 +23,7 @@ from rankless.config.hosts_and_addresses import (
 )
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
+from rankless.launch.agreed_job_setup import ReadyJob, make_start
 from rankless.launch.authenticated_tcp_store import StoreServer
 from rankless.launch.doctor.preflight_and_host_checks import run_preflight
 from rankless.launch.launcher_profile import LauncherProfile
@@ -44,7 +45,6 @@ from rankless.launch.rendezvous.other_hosts_during_run import FollowerPeers, Lea
 from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.rendezvous.wait_for_hosts import start_hosts, wait_for_hosts
-from rankless.launch.run_setup import ReadyJob, make_start
 from rankless.launch.signal_reader import Interrupts
 from rankless.records.connection_attempts import UsedPort
 

@@ -12,9 +12,9 @@ from rankless.config.process_configs import WorkerLaunch
 from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import RunConfig
 from rankless.errors import JoinError, LaunchError
+from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.launcher_profile import WorkerLogFiles, run_folder
 from rankless.launch.other_hosts_interface import Peers
-from rankless.launch.run_setup import ReadyJob
 from rankless.launch.signal_reader import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.start_and_end_text import (

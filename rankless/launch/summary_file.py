@@ -13,12 +13,13 @@ from contextlib import suppress
 import msgspec
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
-from rankless.launch.run_setup import ReadyJob
+from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.supervisor.verdict_types import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
     NO_RANK,
     AnyRecord,
+    CheckpointLoaded,
     Exited,
     HostLost,
     ProcessExited,
@@ -93,6 +94,8 @@ class SummaryFile:
         """Take note of the end of a rank or of a process beside the workers."""
         if isinstance(record, ProcessExited | ProcessLost):
             self._receive_process(record)
+        if isinstance(record, CheckpointLoaded) and self.summary.resumed_step is None:
+            self.summary = msgspec.structs.replace(self.summary, resumed_step=record.step)
         if isinstance(record, HostLost) and record.is_covered:
             hosts = (*self.summary.lost_hosts, record.host)
             self.summary = msgspec.structs.replace(self.summary, lost_hosts=hosts)

@@ -162,6 +162,12 @@ class Notice(Record, frozen=True, tag="notice"):
     text: str
 
 
+class CheckpointLoaded(Record, frozen=True, tag="checkpoint_loaded"):
+    """A worker has loaded one of `rankless.checkpoints`."""
+
+    step: int
+
+
 class FileOpened(Record, frozen=True, tag="file_opened"):
     """A worker's script opens a file to write it. The worker sends one record for each file."""
 
@@ -296,6 +302,7 @@ AnyRecord = (
     | ProcessObserved
     | Progress
     | Notice
+    | CheckpointLoaded
     | FileOpened
     | HostLost
     | HostInterrupted

@@ -115,6 +115,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """From the start of the run to the end of its last worker."""
     steps: int | None = None
     """Calls of the train job that is called most often; without jobs, steps of rank 0's optimizers. None if unknown."""
+    resumed_step: int | None = None
+    """The step of the first checkpoint of `rankless.checkpoints` that was loaded. None if there was none."""
     samples_per_second: float | None = None
     """Samples of all ranks per second, without the steps that captured a job; None without a `rankless.loader`."""
     ranks: tuple[RankSummary, ...] = ()

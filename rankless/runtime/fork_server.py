@@ -26,11 +26,11 @@ import msgspec
 
 from rankless.config.extensions import list_aliases
 from rankless.config.process_configs import HostConfig, WorkerLaunch
-from rankless.config.script_analysis import names_rankless, names_word
+from rankless.config.program_source_files import names_rankless, names_word
 from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started, send_record
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.hooks.extension_import_aliases import is_alias_active
+from rankless.runtime.hooks.import_aliases import is_alias_active
 from rankless.runtime.linux_process_control import (
     EndedChild,
     adopt_orphans,

@@ -33,7 +33,7 @@ from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_records import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
-from rankless.records.events import AnyRecord, Notice, send_record
+from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.process_groups import make_world_group, make_world_mesh
 from rankless.runtime.rendezvous.file import join_file_rendezvous
@@ -43,7 +43,7 @@ from rankless.runtime.rendezvous.find_rendezvous import (
     print_notice,
 )
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
-from rankless.runtime.rendezvous.tcp_rendezvous import join_tcp_rendezvous
+from rankless.runtime.rendezvous.join_at_tcp_address import join_tcp_rendezvous
 from rankless.runtime.status_and_stack_writer import publish_totals
 from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world
 from rankless.user_code import caller_line
@@ -318,7 +318,7 @@ def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo
 
     def observer(record: AnyRecord) -> None:
         if descriptor is not None:
-            send_record(record, descriptor=descriptor, blocking=isinstance(record, Notice))
+            send_record(record, descriptor=descriptor, blocking=isinstance(record, Notice | CheckpointLoaded))
 
     mesh = make_world_mesh(device, config.mesh)
     context = ProcessContext(

@@ -30,8 +30,8 @@ from rankless.records.encoding import encode_msgpack
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.hooks.init_process_group import find_original_init
 from rankless.runtime.rendezvous.find_rendezvous import print_notice
+from rankless.runtime.rendezvous.join_at_tcp_address import NOTICE_AFTER_SECONDS
 from rankless.runtime.rendezvous.run_store import STORE_TIMEOUT
-from rankless.runtime.rendezvous.tcp_rendezvous import NOTICE_AFTER_SECONDS
 
 JOINED_KEY = "rankless/joined"
 """The store's counter of the ranks that have made the group."""

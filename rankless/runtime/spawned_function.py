@@ -19,7 +19,7 @@ from rankless.config import environment
 from rankless.data.random_generators import set_process_states
 from rankless.errors import RanklessError
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.hooks import extension_import_aliases
+from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.init_process_group import use_fastest_group
 from rankless.runtime.linux_process_control import set_parent_death_signal
 from rankless.runtime.process_start_messages import SpawnedProcess, receive_call, send_call
@@ -76,7 +76,7 @@ def _set_up(process: SpawnedProcess) -> None:
         if process.count > 1 and environment.user_backend() in (None, "shared_memory"):
             use_fastest_group(process.rank, process.count, print_notice)
     sys.argv = ["-c"]
-    extension_import_aliases.install()
+    import_aliases.install()
 
 
 def _call(rank: int, payload: bytes) -> bytes:

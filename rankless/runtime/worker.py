@@ -18,8 +18,8 @@ import msgspec
 from rankless.config import environment
 from rankless.config.extensions import ImportAlias
 from rankless.config.process_configs import HostConfig, WorkerConfig, WorkerLaunch
+from rankless.config.program_source_files import names_rankless
 from rankless.config.run_config import Program
-from rankless.config.script_analysis import names_rankless
 from rankless.records.events import (
     PREEMPTED_EXIT_CODE,
     AnyRecord,
@@ -31,7 +31,7 @@ from rankless.records.events import (
 )
 from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.hooks import extension_import_aliases
+from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.debugging import (
     extend_timeouts,
     refuse_breakpoints,
@@ -160,7 +160,7 @@ class WorkerProcess:
         if "numpy" in sys.modules:
             hook.hide("numpy")
         sys.meta_path.insert(0, hook)
-        extension_import_aliases.install(self._warn_of_installed)
+        import_aliases.install(self._warn_of_installed)
 
     def set_up_at_once(self) -> None:
         """Set up torch at once: preloaded modules have bound it, so the script may use it without an import."""

@@ -17,8 +17,8 @@ from rankless.records.verify_recording_format import ModelRegistered
 from rankless.verify.comparison_with_reference_script import ReferenceRun, list_training_steps
 from rankless.verify.differences import compute_sketch_distance
 from rankless.verify.differences_beyond_tolerance import Divergence
+from rankless.verify.noise_floor import ROUNDING_BOUND
 from rankless.verify.read_and_combine_recordings import ForeignStep, Recording, list_steps
-from rankless.verify.tolerance import ROUNDING_BOUND
 
 CauseName = Literal[
     "different initial parameters",

@@ -46,8 +46,8 @@ from rankless.verify.differences_beyond_tolerance import (
     find_loss_leaf,
     make_row,
 )
+from rankless.verify.noise_floor import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 from rankless.verify.read_and_combine_recordings import Recording, take_beginning, to_array
-from rankless.verify.tolerance import ALL_ROUNDING_ERRORS, ROUNDING_BOUND, NoiseFloor
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Decide whether two runs are the same training. `tolerance` limits how far correct runs may differ.
+"""Decide whether two runs are the same training. `noise_floor` limits how far correct runs may differ.
 
 Find where a comparison can no longer tell a fault from rounding.
 
@@ -23,8 +23,8 @@ import msgspec
 from rankless.config.run_config import InspectedCall
 from rankless.records.verify_recording_format import JobCalled, Leaf, StepRecorded
 from rankless.verify.differences import RESOLUTION, Difference, Mismatch, RunPosition, measure
+from rankless.verify.noise_floor import NoiseFloor, compute_rounding_limit
 from rankless.verify.read_and_combine_recordings import Recording, take_beginning, to_array
-from rankless.verify.tolerance import NoiseFloor, compute_rounding_limit
 
 NOT_REPEATABLE_FACTOR = 1e3
 GROSS_FACTOR = 100.0

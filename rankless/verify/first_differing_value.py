@@ -17,7 +17,7 @@ import msgspec
 from rankless.config.run_config import InspectedCall
 from rankless.records.verify_recording_format import ComputedValue
 from rankless.verify.differences import RESOLUTION, compute_sketch_distance
-from rankless.verify.tolerance import GRADIENT_ROUNDING_ERRORS, NOISE_FACTOR, ROUNDING_BOUND
+from rankless.verify.noise_floor import GRADIENT_ROUNDING_ERRORS, NOISE_FACTOR, ROUNDING_BOUND
 
 Fault = Literal["value", "input", "output", "capture", "after", "program"]
 """What differs first.

@@ -25,7 +25,7 @@ IMPORTED_LATE = {
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/extensions/servers/training/shared_tables.py": "only shared tables need numba and zmq",
     "rankless/launch/agent.py": "few runs are elastic, and few have processes beside workers",
-    "rankless/launch/run_setup.py": "most runs have one host",
+    "rankless/launch/agreed_job_setup.py": "most runs have one host",
     "rankless/launch/supervisor/supervisor.py": "only a run in which something fails needs to know why",
     "rankless/launch/start_and_end_report.py": "likewise",
     "rankless/launch/watchdog/__init__.py": "only a run that stalls or fails needs stacks and reports",
@@ -34,13 +34,13 @@ IMPORTED_LATE = {
     "rankless/runtime/process_context.py": "few runs record steps in the logical view",
     "rankless/runtime/fork_server.py": "preloads what the workers will import",
     "rankless/runtime/hooks/at_start/sitecustomize.py": "runs in every Python below a worker, and must cost nothing",
-    "rankless/runtime/hooks/extension_import_aliases.py": "imports the module behind an alias when a script asks",
+    "rankless/runtime/hooks/import_aliases.py": "imports the module behind an alias when a script asks",
     "rankless/runtime/hooks/init_process_group.py": "only a script that makes a process group needs what makes one",
     "rankless/runtime/preload_option.py": "imports the modules that the user names",
     "rankless/extensions/horovodrun/launched_worker.py": "reads variables without torch, which a rendezvous needs",
     "rankless/config/extensions.py": "modules of extensions, and what finds other packages, are for few runs",
     "rankless/runtime/worker.py": "a worker imports torch and numpy when the script does",
-    "rankless/terminal/progress_observer.py": "rich is imported at the first progress record",
+    "rankless/terminal/lazy_progress_display.py": "rich is imported at the first progress record",
 }
 
 # Where `except Exception` or `except BaseException` stands.
@@ -60,7 +60,7 @@ BROAD_EXCEPTS = {
     "rankless/context/exception_serialization.py": "a class of the script may raise anything where it is made again",
     "rankless/context/once_for_all_ranks.py": "the other ranks learn that rank 0 failed, and the error is raised again",
     "rankless/data/batch_source.py": "data sets and streams are foreign code; the others learn of the error",
-    "rankless/data/collation.py": "a collate_fn is foreign code; its error gets an explanation",
+    "rankless/data/probed_collation.py": "a collate_fn is foreign code; its error gets an explanation",
     "rankless/data/collation_probe.py": "a collate_fn is foreign code; if it raises, ranks read whole batches",
     "rankless/data/prefetching.py": "the error is raised after the batches that were read before it",
     "rankless/data/sample_reader.py": "a data set is foreign code; its error gets the index of the sample",
@@ -107,7 +107,7 @@ DIRECT_ENCODERS = {
     "rankless/extensions/servers/training/served_weights.py": "encodes digests",
     "rankless/runtime/rendezvous/file.py": "encodes addresses",
     "rankless/extensions/horovod/launched_rendezvous.py": "likewise",
-    "rankless/runtime/rendezvous/tcp_rendezvous.py": "likewise",
+    "rankless/runtime/rendezvous/join_at_tcp_address.py": "likewise",
 }
 
 # Class names that exist more than once.

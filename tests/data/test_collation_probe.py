@@ -23,8 +23,8 @@ from support.processes import on_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from rankless.context.world import World
-from rankless.data.collation import SampleSizes
 from rankless.data.loader import Loader, LoaderOptions
+from rankless.data.probed_collation import SampleSizes
 from rankless.errors import DataError
 from rankless.parallel.mesh import Mesh
 

@@ -93,7 +93,8 @@ for epoch in range(step // 8, 3):
         step += 1
         if step % 5 == 0:
             checkpoints.save(step, model=model, optimizer=optimizer, loader=loader)
-        if step == 12 and rankless.rank() == 1 and os.environ.get("FAILS") and not os.path.exists("failed"):
+        fails = os.environ.get("FAILS")
+        if step == 12 and rankless.rank() == 1 and (fails == "always" or fails and not os.path.exists("failed")):
             open("failed", "w").close()
             raise OSError("no data")
 print(step, float(loss), [float(item.detach().sum()) for item in model.parameters()])
@@ -115,6 +116,19 @@ def test_a_script_continues_from_its_newest_checkpoint_as_if_nothing_had_been(tm
     (undisturbed / "train.py").write_text(TRAINING)
     done = rankless(*words, folder=undisturbed)
     assert done.stdout.splitlines() == ["begins at 0", last]
+
+
+@pytest.mark.slow
+def test_the_same_step_is_known_although_the_second_attempt_began_at_a_checkpoint(tmp_path: Path):
+    (tmp_path / "train.py").write_text(TRAINING)
+    words = ("run", "-n", "2", "--devices", "cpu", "--restarts", "5", "--json", "run.json", "train.py")
+    failed = rankless(*words, folder=tmp_path, FAILS="always")
+    assert failed.returncode == 1
+    assert failed.stdout.splitlines() == ["begins at 0", "begins at 10"]
+    assert "rank 1 raised OSError: no data after 12 steps; started again, restart 1 of 5\n" in failed.stderr
+    assert "not started again: it has failed twice in the same way, after 12 steps\n" in failed.stderr
+    summary = json.loads((tmp_path / "run.json").read_text())
+    assert (summary["steps"], summary["resumed_step"]) == (2, 10)
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_a_rank_that_waits_for_others_to_join_is_in_a_rendezvous():
     gloo = classify((c10d, "_new_process_group_helper"), (c10d, "new_group"), wrapper)
     assert (gloo.collective, gloo.is_rendezvous) == ("new_group", True)
     own = classify(
-        (f"{PACKAGE_FOLDER}runtime/rendezvous/tcp_rendezvous.py", "join"), (f"{PACKAGE_FOLDER}api.py", "init")
+        (f"{PACKAGE_FOLDER}runtime/rendezvous/join_at_tcp_address.py", "join"), (f"{PACKAGE_FOLDER}api.py", "init")
     )
     assert (own.collective, own.is_rendezvous) == ("rankless.init", True)
     reduction = classify((c10d, "all_reduce"), wrapper)

@@ -12,7 +12,7 @@ from support.processes import on_mesh
 from torch import nn
 
 import rankless
-from rankless.collectives.backends import close_shared_memory_group, shared_region
+from rankless.collectives.backends import close_shared_memory_group, shared_memory_mapping
 from rankless.context.world import RunSettings, World
 from rankless.deferred_models.deferred_tensor import DeferredTensor
 from rankless.errors import CollectiveError
@@ -198,17 +198,17 @@ def refuse_to_map(_descriptor, _byte_count):
 
 def train_without_memory(mesh, way):
     """Train where one worker cannot map the memory, or wants it for something else."""
-    usual, region = adjacent_shards_in_shared_memory.map_common, shared_region.SharedRegion
+    usual, region = adjacent_shards_in_shared_memory.map_common, shared_memory_mapping.SharedRegion
 
     def map_other(byte_count, terms, *, among):
         if mesh.rank == 1 and way == "no memory":
-            shared_region.SharedRegion = refuse_to_map
+            shared_memory_mapping.SharedRegion = refuse_to_map
         if mesh.rank == 1 and way == "no agreement":
             terms += " and more"
         try:
             return usual(byte_count, terms, among=among)
         finally:
-            shared_region.SharedRegion = region
+            shared_memory_mapping.SharedRegion = region
 
     adjacent_shards_in_shared_memory.map_common = map_other
     try:

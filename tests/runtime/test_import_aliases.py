@@ -15,7 +15,7 @@ import rankless as package
 from rankless.config import extensions
 from rankless.config.environment import AT_START, python_path_at_start
 from rankless.runtime.hooks.at_start import sitecustomize
-from rankless.runtime.hooks.extension_import_aliases import AliasFinder
+from rankless.runtime.hooks.import_aliases import AliasFinder
 
 pytestmark = pytest.mark.slow
 
@@ -255,7 +255,7 @@ def test_the_finder_answers_the_name_of_an_installed_extension_that_asks_for_it(
     (information / "METADATA").write_text("Metadata-Version: 2.1\nName: own_flow\nVersion: 1.0\n")
     (information / "entry_points.txt").write_text("[rankless.extensions]\notherflow = own_flow\n")
     code = (
-        "from rankless.runtime.hooks.extension_import_aliases import install; install(); "
+        "from rankless.runtime.hooks.import_aliases import install; install(); "
         "import importlib.util; assert importlib.util.find_spec('otherflow') is None; "
         "install(other='otherflow'); import otherflow, own_flow; assert otherflow is own_flow; print(otherflow.where)\n"
         "try:\n    import otherflow.layers\nexcept ModuleNotFoundError as error:\n    print(error)"

@@ -12,10 +12,10 @@ from rankless.records.verify_recording_format import JobCalled
 from rankless.verify.decision_report import render_table
 from rankless.verify.differences import measure
 from rankless.verify.differences_beyond_tolerance import compare
+from rankless.verify.noise_floor import NoiseFloor
 from rankless.verify.read_and_combine_recordings import read_recordings, take_beginning
 from rankless.verify.recording.run_recorder import RunRecorder
 from rankless.verify.run_and_decide import describe_doubt
-from rankless.verify.tolerance import NoiseFloor
 
 ROWS, STEPS = 12, 6
 

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rankless.collectives.backends.double_buffered_slots import HALF_BYTES, Slots, split_rounds, split_shares
 from rankless.collectives.backends.operation_signature import Collective, encode_signature, sign_reduction
 from rankless.collectives.backends.reductions import Reduction
-from rankless.collectives.backends.shared_region import SharedRegion
+from rankless.collectives.backends.shared_memory_mapping import SharedRegion
 
 ONE_SHOT_BYTES = 64 << 10
 """The most bytes that ranks always reduce in one shot, all ranks' values together."""

@@ -8,7 +8,7 @@ from rankless.extensions.fleetrun.parser import add_flags, list_arguments, read_
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table
 from rankless.launch import agent
-from rankless.terminal.progress_observer import ProgressObserver
+from rankless.terminal.lazy_progress_display import ProgressObserver
 
 NAME = "fleetrun"
 HELP = (

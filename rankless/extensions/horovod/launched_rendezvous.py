@@ -25,7 +25,12 @@ from rankless.extensions.horovodrun.launched_worker import HorovodWorker
 from rankless.records.elastic_messages import assign_ranks
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
-from rankless.runtime.rendezvous.tcp_rendezvous import CompletedRendezvous, JoinDeadline, Notify, join_tcp_rendezvous
+from rankless.runtime.rendezvous.join_at_tcp_address import (
+    CompletedRendezvous,
+    JoinDeadline,
+    Notify,
+    join_tcp_rendezvous,
+)
 
 PATH = "/rankless/rendezvous"
 CLEARED_KEY = "rankless/cleared"

@@ -17,8 +17,8 @@ from rankless.extensions.horovodrun.parser import (
 from rankless.extensions.horovodrun.run_config import describe_ignored_options, horovodrun_program, horovodrun_request
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch import agent
-from rankless.runtime.hooks.extension_import_aliases import installed_package
-from rankless.terminal.progress_observer import ProgressObserver
+from rankless.runtime.hooks.import_aliases import installed_package
+from rankless.terminal.lazy_progress_display import ProgressObserver
 
 NAME = "horovodrun"
 HELP = (

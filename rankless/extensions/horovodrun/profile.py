@@ -15,7 +15,7 @@ from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch.launcher_profile import LauncherProfile, VisibleDevices, WorkerLogFiles, log_file_of
 from rankless.launch.worker_output import SOURCES, FollowedFile
 from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime.hooks.extension_import_aliases import install
+from rankless.runtime.hooks.import_aliases import install
 
 STOP_GRACE_SECONDS = 5.0
 """How long Horovod's workers have to end after SIGTERM."""

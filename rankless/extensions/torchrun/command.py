@@ -18,7 +18,7 @@ from rankless.extensions.torchrun.run_config import (
     use_chosen_python,
 )
 from rankless.launch import agent
-from rankless.terminal.progress_observer import ProgressObserver
+from rankless.terminal.lazy_progress_display import ProgressObserver
 
 NAME = "torchrun"
 HELP = (

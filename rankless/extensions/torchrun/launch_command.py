@@ -17,8 +17,8 @@ from typing import Literal
 import msgspec
 
 from rankless.config.make_run_config import check_program
+from rankless.config.program_source_files import own_syntax, program_file
 from rankless.config.run_config import Program
-from rankless.config.script_analysis import own_syntax, program_file
 from rankless.errors import ConfigError
 from rankless.extensions.torchrun.command import run_program
 from rankless.extensions.torchrun.parser import add_flags, read_flags

@@ -1,7 +1,8 @@
 """Starts a run again after a failure that its workers cannot heal: `rankless run --restarts N`.
 
 The script finds its newest complete checkpoint by itself, with `rankless.checkpoints(…).load` or `rankless.load`. A
-failure that recurs after as many steps is not of chance, and ends the restarts.
+failure that recurs at the same step is not of chance, and ends the restarts. Steps count from the start of the training
+if `rankless.checkpoints` has loaded its position.
 """
 
 from collections.abc import Callable
@@ -23,21 +24,27 @@ def run_with_restarts(run: Callable[[], RunSummary | None], *, restarts: int, no
         summary = run()
         if summary is None or summary.outcome != "failed" or restart > restarts:
             return
-        if (summary.failure, summary.steps) == before:
-            notify(f"not started again: it has failed twice in the same way, after {_count_steps(summary.steps)}")
+        steps = _find_step(summary)
+        if (summary.failure, steps) == before:
+            notify(f"not started again: it has failed twice in the same way, after {_count_steps(steps)}")
             return
-        before = summary.failure, summary.steps
+        before = summary.failure, steps
         notify(f"{_describe(summary)}; started again, restart {restart} of {restarts}")
 
 
 def _describe(failed: RunSummary) -> str:
     """Return why and when an attempt has failed."""
     failure = failed.failure
-    after = f"after {_count_steps(failed.steps)}"
+    after = f"after {_count_steps(_find_step(failed))}"
     if failure is None:
         return f"the run failed {after}"
     name = f"host {failure.host}" if not failure.role else f"{failure.role} {failure.number}"
     return f"{name if failure.rank is None else f'rank {failure.rank}'} {failure.error.rstrip('.')} {after}"
+
+
+def _find_step(failed: RunSummary) -> int | None:
+    """Return after how many steps of the training an attempt has failed."""
+    return failed.steps if failed.steps is None else failed.steps + (failed.resumed_step or 0)
 
 
 def _count_steps(steps: int | None) -> str:

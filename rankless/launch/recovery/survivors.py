@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.config.hosts_and_addresses import LOOPBACK
+from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.recovery.survivor_membership import (
     Asked,
@@ -32,7 +33,6 @@ from rankless.launch.recovery.survivor_membership import (
     transition,
 )
 from rankless.launch.rendezvous.other_hosts_during_run import LeaderPeer
-from rankless.launch.run_setup import ReadyJob
 from rankless.launch.signal_reader import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_messages import (

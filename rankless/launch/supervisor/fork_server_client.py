@@ -15,8 +15,8 @@ from typing import BinaryIO, Protocol
 
 from rankless.config.environment import parent_environment
 from rankless.config.process_configs import ForkServerPoolConfig, HostConfig, WorkerLaunch
+from rankless.config.program_source_files import names_rankless
 from rankless.config.run_config import RunConfig
-from rankless.config.script_analysis import names_rankless
 from rankless.records.encoding import encode_json
 from rankless.records.events import open_channel
 from rankless.records.private_files import private_opener

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.errors import JoinError
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
-from rankless.runtime.rendezvous.tcp_rendezvous import (
+from rankless.runtime.rendezvous.join_at_tcp_address import (
     CompletedRendezvous,
     JoinDeadline,
     Notify,

@@ -13,8 +13,8 @@ from rankless.config.process_configs import WorkerConfig
 from rankless.errors import JoinError
 from rankless.records.elastic_messages import RankAssignment
 from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.runtime.rendezvous.join_at_tcp_address import join_tcp_rendezvous
 from rankless.runtime.rendezvous.run_store import open_worker_store
-from rankless.runtime.rendezvous.tcp_rendezvous import join_tcp_rendezvous
 
 JOIN_TIMEOUT_SECONDS = 1800.0
 OTHER_LAUNCHERS = {

@@ -11,9 +11,9 @@ import torch
 from collectives.backends.shared_groups import list_open, new_store
 from support.processes import Pool, on_mesh
 
-from rankless.collectives.backends import make_shared_memory_group, shared_group, shared_region
+from rankless.collectives.backends import make_shared_memory_group, shared_group, shared_memory_mapping
 from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
-from rankless.collectives.backends.shared_region import WAYS, open_shared_region
+from rankless.collectives.backends.shared_memory_mapping import WAYS, open_shared_region
 from rankless.collectives.backends.store_exchange import StoreExchange
 from rankless.config import shared_memory_support
 from rankless.errors import CollectiveError
@@ -24,10 +24,10 @@ TIMEOUT = timedelta(seconds=20)
 
 def share(mesh: Mesh, ways: list[Any], closed: str) -> tuple[list[int], bool]:
     """Each rank writes into the memory; return what it finds there, and whether nothing stays open."""
-    before, way_of_opening = list_open(), shared_region._open_same_file
+    before, way_of_opening = list_open(), shared_memory_mapping._open_same_file
     try:
         if closed == "proc":
-            shared_region._open_same_file = lambda *_: None
+            shared_memory_mapping._open_same_file = lambda *_: None
         exchange = StoreExchange(new_store(mesh), "test", rank=mesh.rank, size=mesh.size, timeout=TIMEOUT)
         region = open_shared_region(exchange, 4096, ways)
         if region is None:
@@ -45,7 +45,7 @@ def share(mesh: Mesh, ways: list[Any], closed: str) -> tuple[list[int], bool]:
         del region
         return found, before == list_open()
     finally:
-        shared_region._open_same_file = way_of_opening
+        shared_memory_mapping._open_same_file = way_of_opening
 
 
 @pytest.mark.ci_sample(1)
@@ -68,7 +68,7 @@ def make_group_with(mesh: Mesh, name: str, odd_rank: int) -> bool:
     replaced = {
         "host": (shared_group, "host_identity", lambda: "another host"),
         "machine": (shared_memory_support, "has_ordered_stores", lambda: False),
-        "memory": (shared_region, "_create", lambda *_: (None, "")),
+        "memory": (shared_memory_mapping, "_create", lambda *_: (None, "")),
     }
     module, function, value = replaced[name]
     original = getattr(module, function)

@@ -12,7 +12,7 @@ from support.forked_calls import use_in_a_fork
 from support.processes import on_mesh
 
 from rankless import collectives
-from rankless.collectives.backends import SharedMemoryProcessGroup, register_backend, shared_region
+from rankless.collectives.backends import SharedMemoryProcessGroup, register_backend, shared_memory_mapping
 from rankless.collectives.backends.double_buffered_slots import count_slot_bytes
 from rankless.collectives.backends.futex_signals import ControlLayout
 from rankless.collectives.backends.message_transfers import RingLayout
@@ -72,13 +72,13 @@ def test_a_group_has_devices_once_torch_has_made_it():
 
 def make_group_without_memory(mesh: Mesh) -> str:
     register_backend()
-    original = shared_region._create
+    original = shared_memory_mapping._create
     if mesh.rank == 0:
-        shared_region._create = lambda *_: (None, "")
+        shared_memory_mapping._create = lambda *_: (None, "")
     try:
         group = dist.new_group(list(range(mesh.size)), backend="shared_memory")
     finally:
-        shared_region._create = original
+        shared_memory_mapping._create = original
     values = torch.ones(3)
     dist.all_reduce(values, group=group)
     assert values.tolist() == [2.0] * 3

@@ -16,7 +16,7 @@ from rankless.errors import JoinError
 from rankless.extensions.horovod.launched_rendezvous import PATH, KeyValueClient, join_horovod_rendezvous
 from rankless.extensions.horovodrun.launched_worker import HorovodWorker
 from rankless.extensions.horovodrun.rendezvous_server import rendezvous_server
-from rankless.runtime.rendezvous import tcp_rendezvous
+from rankless.runtime.rendezvous import join_at_tcp_address
 
 TRAIN = """
 import torch
@@ -136,7 +136,7 @@ def test_ranks_rendezvous_repeatedly_and_leave_no_value_on_the_server():
 
 
 def test_an_absent_rank_0_is_named_in_notices_and_in_the_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tcp_rendezvous, "NOTICE_AFTER_SECONDS", 0.05)
+    monkeypatch.setattr(join_at_tcp_address, "NOTICE_AFTER_SECONDS", 0.05)
     texts: list[str] = []
     with rendezvous_server("127.0.0.1") as port, pytest.raises(JoinError) as caught:
         join_horovod_rendezvous(make_worker(port, 1, seconds=0.3), texts.append)

@@ -34,7 +34,7 @@ class _OnDemand:
         if is_added:
             sys.path.append(ROOT)
         try:
-            aliases = importlib.import_module("rankless.runtime.hooks.extension_import_aliases")
+            aliases = importlib.import_module("rankless.runtime.hooks.import_aliases")
         except (ImportError, SyntaxError, TypeError):  # another Python: an older one, or without what Rankless needs
             if is_added:
                 sys.path.remove(ROOT)

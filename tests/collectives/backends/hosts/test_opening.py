@@ -13,7 +13,7 @@ from collectives.backends.shared_groups import new_store
 from support.processes import on_mesh
 
 from rankless import collectives
-from rankless.collectives.backends import shared_region
+from rankless.collectives.backends import shared_memory_mapping
 from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup, find_host_name, open_hosts_group
 from rankless.collectives.backends.hosts.process_group import register_hierarchical_backend
@@ -69,13 +69,13 @@ def test_all_ranks_agree_on_the_group(hosts: str, objecting_rank: int, expected:
 
 
 def make_group_without_memory(mesh: Mesh, hosts: str) -> list[Any]:
-    original = shared_region._create
+    original = shared_memory_mapping._create
     if mesh.rank == mesh.size - 1 or hosts[mesh.rank] == hosts[-1]:
-        shared_region._create = lambda *_: (None, "")
+        shared_memory_mapping._create = lambda *_: (None, "")
     try:
         group = make_group(mesh, hosts)
     finally:
-        shared_region._create = original
+        shared_memory_mapping._create = original
     values = torch.ones(3)
     dist.all_reduce(values, group=group)
     dist.destroy_process_group(group)
