@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -51,31 +52,34 @@ def install(world: World, effects: Effects | None = None) -> LogicalView:
     stack = ExitStack()
     stack.enter_context(ShardedOptimizers(view).install())
     stack.enter_context(LogicalBackward(view).install())
-    ScriptSteps(world.events).watch()
+    ScriptSteps(world.events, notify_if_undivided(view)).watch()
     stack.enter_context(divide_batches(view, world, effects))
     stack.enter_context(divide_draws(view))
     stack.enter_context(hide_ranks())
-    notify_if_undivided(view)
     if OBSERVERS:
         stack.enter_context(PlainCalls())
     atexit.register(stack.pop_all().close)
     return view
 
 
-def notify_if_undivided(view: LogicalView) -> None:
-    """Tell the user at the second step of an optimizer if no function has run on divided batches until then."""
-    steps = 0
+def notify_if_undivided(view: LogicalView) -> Callable[[str], None]:
+    """Return a function that is called for each "step" and each "backward" pass.
 
-    def on_step(*_arguments: Any) -> None:
-        nonlocal steps
-        steps += 1
-        if steps == 2 and view.plans.is_empty:  # the hook stays: PyTorch is going through all hooks now
+    It tells the user at the second one of either kind if no function has run on divided batches until then. Not every
+    script has an optimizer, and not every one calls `backward`.
+    """
+    counts = Counter[str]()
+
+    def count(kind: str) -> None:
+        counts[kind] += 1
+        if counts[kind] == 2 and view.plans.is_empty:
+            counts.update(dict.fromkeys(("step", "backward"), 2))
             view.notify(
                 f"{script_line(sys._getframe(1))}: every worker computes whole batches (correct, but not faster with "
                 "more workers): read the data with a DataLoader, or divide a batch with x = rankless.shard_batch(x)"
             )
 
-    register_optimizer_step_post_hook(on_step)
+    return count
 
 
 class PlainCalls(TorchFunctionMode):

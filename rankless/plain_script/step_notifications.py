@@ -1,6 +1,6 @@
 """Tells the participants of a run what a script's loop does: its loss, and the steps of its optimizers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ class ScriptSteps:
 
     Args:
         events: The participants.
+        count: Called after each "step" of an optimizer and after each "backward" pass.
 
     Attributes:
         name: What the job is called.
@@ -27,8 +28,9 @@ class ScriptSteps:
         modules: Its models: none, because a script does not name them.
     """
 
-    def __init__(self, events: StepEvents) -> None:
+    def __init__(self, events: StepEvents, count: Callable[[str], None]) -> None:
         self._events = events
+        self._count = count
         self._loss: Tensor | None = None
         self.name = "script"
         self.line = ""
@@ -45,11 +47,13 @@ class ScriptSteps:
                 # All ranks are here. Most scripts read the loss, which the tensor keeps from now on.
                 with torch.no_grad():
                     self._loss = root.whole(LOSS) if isinstance(root, DividedTensor) else root.detach()
+            self._count("backward")
 
         torch.autograd.backward = backward_with_loss
         register_optimizer_step_post_hook(lambda *_: self._end_step())
 
     def _end_step(self) -> None:
+        self._count("step")
         if self._loss is None:
             return
         self.line = caller_line()

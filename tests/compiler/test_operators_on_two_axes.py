@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from operator_database import FINE_DTYPES, DatabaseCase, cases_of, variants
-from operator_outcomes import classify, divisions_on_two_axes
+from operator_database import FINE_DTYPES, DatabaseCase, Split, cases_of, variants
+from operator_outcomes import AxesDivision, classify, divisions_on_two_axes
 
 CASES_IN_CI = 2
 VARIANTS_IN_CI = ("H", "floor", "msort", "randint")
@@ -43,3 +43,27 @@ def test_a_few_cases_of_an_operator_are_right_on_two_axes(variant: str):
 def test_many_cases_of_an_operator_are_right_on_two_axes(variant: str):
     assert_right(variant, CASES_IN_CI)
     assert_right(variant, MAX_CASES)
+
+
+@pytest.mark.parametrize(
+    ("variant", "described", "kind"),
+    [
+        ("prod", "complex128, contiguous, backward, sample 0", "gathered"),
+        ("softmax", "float64, contiguous, backward, sample 0", "split"),
+        ("masked.softmax", "float64, contiguous, backward, sample 0", "split"),
+    ],
+)
+@pytest.mark.ci_sample(2)
+def test_one_dim_on_both_axes_is_right(variant: str, described: str, kind: str):
+    case = next(case for case in cases_of(variant) if str(case).startswith(f"{variant}, {described}:"))
+    found = dict(classify(case, list_divisions_of_one_dim))
+    assert {result.kind for result in found.values()} == {kind}, found
+
+
+def list_divisions_of_one_dim(case: DatabaseCase) -> list[AxesDivision]:
+    return [AxesDivision((split, split)) for split in case.splits() if is_long_enough(case, split)]
+
+
+def is_long_enough(case: DatabaseCase, split: Split) -> bool:
+    pairs = zip(case.tensors, split.dims, strict=True)
+    return all(dim is None or item.shape[dim] >= 4 for item, dim in pairs)

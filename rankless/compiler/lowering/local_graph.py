@@ -180,11 +180,14 @@ class LocalGraphBuilder:
         return value
 
     def all_gather(self, value: fx.Node, reason: str, size: int, number: int | None = None) -> fx.Node:
-        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and an axis."""
-        if number is None:
-            (number,) = self.current_axes
-        axis = self.axes[number]
-        return self.add_collective(StackingAllGather(axis), value, size * axis.size, reason, purpose="operator")
+        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0 and one axis or all current."""
+        numbers = self.current_axes if number is None else (number,)
+        for place, axis in enumerate(self.axes[each] for each in reversed(numbers)):
+            size *= axis.size
+            value = self.add_collective(StackingAllGather(axis), value, size, reason, purpose="operator")
+            if place:
+                value = self.call(torch.flatten, value, 0, 1)
+        return value
 
     def ring_shift(self, value: fx.Node, index: int, hops: int, reason: str) -> fx.Node:
         """Begin to pass a piece of an input of that operator to the next rank along the current axis."""

@@ -209,8 +209,8 @@ def get_softmax_dim(call: OperatorCall) -> int:
     return int(call.argument("dim")) % max(count, 1)
 
 
-def make_softmax_rule(choose_lowering: Any) -> ShardingRule:
-    """Return the rule of a softmax or its gradient, from a function that returns a lowering for a sharded dim."""
+def make_softmax_rule(lower: LoweringRule) -> ShardingRule:
+    """Return the rule of a softmax or its gradient, with its lowering for a sharded dim."""
 
     def rule(call: OperatorCall) -> Iterator[Strategy]:
         dim = get_softmax_dim(call)
@@ -221,7 +221,7 @@ def make_softmax_rule(choose_lowering: Any) -> ShardingRule:
             if isinstance(placement, Shard) and placement.dim == dim and placement not in tried:
                 tried.append(placement)
                 inputs = (placement,) * len(call.inputs)
-                yield Strategy(inputs, (placement,), choose_lowering(), joins_pieces=True)
+                yield Strategy(inputs, (placement,), lower, joins_pieces=True)
 
     return rule
 
@@ -233,25 +233,23 @@ def count_row_bytes(call: OperatorCall, dtype: torch.dtype) -> int:
     return int(size_hint(prod(shape[:dim] + shape[dim + 1 :])) * dtype.itemsize)
 
 
-def make_softmax_lowering() -> LoweringRule:
-    """Return a lowering to local maxima and sums; one for each call, because a gather runs along one axis."""
-
-    def lower(builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> LocalValue:
-        x, dim, result = args[0], get_softmax_dim(call), call.node.meta["val"].dtype
-        given = call.inputs[0].meta["val"].dtype
-        wide = ACCUMULATED_IN.get(result, result)
-        maxima = builder.call(vocabulary_kernels.find_maxima, x, dim)
-        gathered = builder.all_gather(maxima, "maxima of softmax", count_row_bytes(call, given))
-        shifted = builder.call(vocabulary_kernels.subtract_maxima, x, gathered, wide)
-        sums = builder.call(vocabulary_kernels.add_exponentials, shifted, dim)
-        total = builder.all_reduce(sums, "sums of softmax", count_row_bytes(call, wide))
-        if call.operator is aten._log_softmax.default:
-            return builder.call(vocabulary_kernels.finish_log_softmax, shifted, total, result)
-        if call.operator is aten._softmax.default:
-            return builder.call(vocabulary_kernels.finish_softmax, shifted, total, result)
-        return builder.call(vocabulary_kernels.finish_safe_softmax, shifted, total, gathered, result)
-
-    return lower
+def lower_softmax(
+    builder: GraphBuilder, call: OperatorCall, args: tuple[Any, ...], _kwargs: dict[str, Any]
+) -> LocalValue:
+    """Lower to local maxima and sums, one all-gather, one all-reduce, and local quotients."""
+    x, dim, result = args[0], get_softmax_dim(call), call.node.meta["val"].dtype
+    given = call.inputs[0].meta["val"].dtype
+    wide = ACCUMULATED_IN.get(result, result)
+    maxima = builder.call(vocabulary_kernels.find_maxima, x, dim)
+    gathered = builder.all_gather(maxima, "maxima of softmax", count_row_bytes(call, given))
+    shifted = builder.call(vocabulary_kernels.subtract_maxima, x, gathered, wide)
+    sums = builder.call(vocabulary_kernels.add_exponentials, shifted, dim)
+    total = builder.all_reduce(sums, "sums of softmax", count_row_bytes(call, wide))
+    if call.operator is aten._log_softmax.default:
+        return builder.call(vocabulary_kernels.finish_log_softmax, shifted, total, result)
+    if call.operator is aten._softmax.default:
+        return builder.call(vocabulary_kernels.finish_softmax, shifted, total, result)
+    return builder.call(vocabulary_kernels.finish_safe_softmax, shifted, total, gathered, result)
 
 
 def lower_softmax_gradient(
@@ -283,10 +281,10 @@ RULES: dict[Any, ShardingRule] = {
     aten.native_batch_norm_backward.default: require_rows(batch_norm_backward_strategies, dim=1),
     **dict.fromkeys(
         (aten._softmax.default, aten._safe_softmax.default, aten._log_softmax.default),
-        make_softmax_rule(make_softmax_lowering),
+        make_softmax_rule(lower_softmax),
     ),
     **dict.fromkeys(
         (aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
-        make_softmax_rule(lambda: lower_softmax_gradient),
+        make_softmax_rule(lower_softmax_gradient),
     ),
 }

@@ -59,7 +59,7 @@ class GraphBuilder(Protocol):
         ...
 
     def all_gather(self, value: fx.Node, reason: str, size: int) -> fx.Node:
-        """Add an all-gather of equal pieces, of `size` bytes each, along a new dim 0."""
+        """Add an all-gather over the ranks of equal pieces, of `size` bytes each, along a new dim 0."""
         ...
 
     def ring_shift(self, value: fx.Node, index: int, hops: int, reason: str) -> fx.Node:
