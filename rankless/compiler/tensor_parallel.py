@@ -301,7 +301,7 @@ class TensorDivider:
         for reach in chosen:
             take(reach, taken)
         for reach in sorted(offered, key=self._price):
-            if not has_conflicts(list(reach.dims), taken):
+            if not has_conflicts(self._list_exclusive(reach), taken):
                 chosen.append(reach)
                 take(reach, taken)
         return self._place(chosen, taken)
@@ -362,6 +362,10 @@ class TensorDivider:
         """Return whether these dims are divided without a script's asking for it."""
         names = [self._names[item.value] for item in reach.dims if item.value in self._names]
         return reach.units >= self._ranks and not reach.gathers and not any(name in self._requests for name in names)
+
+    def _list_exclusive(self, reach: DimReach) -> list[ValueDim]:
+        """Return the dims of a reach whose values are not to be divided along another dim too."""
+        return list(reach.dims)
 
     def _price(self, reach: DimReach) -> float:
         """Return how many bytes are sent, forward and backward, for each byte of parameters that is divided."""
