@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor, fx, nn
 from torch._decomp import get_decompositions
 from torch._decomp.decompositions_for_rng import PhiloxStateTracker
@@ -32,6 +33,7 @@ from rankless.compiler.capture.trace_to_program import (
     inline_sizes,
     unmerge_linears,
 )
+from rankless.compiler.ir.ctc_operators import capture_ctc_loss
 from rankless.compiler.ir.logical_program import (
     LogicalProgram,
     ProgramInput,
@@ -78,6 +80,10 @@ class TensorKind:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+
+
+TRACED_AS: dict[Any, Callable[..., Any]] = {Tensor.bernoulli_: draw_bernoulli, F.ctc_loss: capture_ctc_loss}
+"""What runs in place of functions whose operators no trace or no rule takes."""
 
 
 class ChangesArguments(Exception):
@@ -202,11 +208,9 @@ class CalledFunction(nn.Module):
         count = len(self.arguments.kinds)
         given = [tensor.clone() if place in self.changed else tensor for place, tensor in enumerate(inputs[:count])]
         args, kwargs = self.arguments.fill(given, inputs[count:])
-        function = self.function
+        function = TRACED_AS.get(self.function, self.function)
         if function is Tensor.__getitem__ and len(inputs) > count:
             function = get_items
-        elif function is Tensor.bernoulli_:
-            function = draw_bernoulli
         leaves, self.structure = pytree.tree_flatten(function(*args, **kwargs))
         found = {id(given[place]): ChangedArgument(place) for place in self.changed}
         self.leaves = [found.get(id(leaf), leaf) for leaf in leaves]

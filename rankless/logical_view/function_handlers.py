@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F  # PyTorch's customary alias
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
+from rankless.compiler.ir.embedding_functions import EMBEDDING_BAG
 from rankless.logical_view.call_observers import READ, MoveReason, send_call
 from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
 from rankless.logical_view.tensor import (
@@ -255,6 +257,7 @@ def is_transformed() -> bool:
 
 JOINED = MoveReason("input", "input of", torch.cat)
 CHOSEN = MoveReason("input", "input of a choice of rows")
+IN_BAGS = MoveReason("input", "input of", F.embedding_bag)
 
 
 @handles(torch.cat, torch.concat, torch.concatenate)
@@ -366,6 +369,35 @@ def run_recurrent(function: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(DividedTensor(part, placement, shape, view) for part, placement, shape in triples)
 
     return run
+
+
+@handles(F.embedding_bag)
+def embed_bags(bags: Tensor, weight: Tensor, offsets: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """Return the sums or means of the rows of bags, which lie one after the other from their offsets.
+
+    A rank that has the offsets of some bags takes those of all, to know where its last bag ends, and looks up the rows
+    of its own bags alone.
+    """
+    given = EMBEDDING_BAG.bind(bags, weight, offsets, *args, **kwargs).arguments
+    depends_on_others = any(map(given.get, ("max_norm", "scale_grad_by_freq", "include_last_offset")))
+    if offsets is None or not is_divided(offsets, 0) or depends_on_others or is_transformed():
+        found: Tensor = call(F.embedding_bag, (bags, weight, offsets, *args), kwargs)
+        return found
+    view, rows, own_offsets = offsets.ranks, offsets.placement, offsets.take_part()
+    assert isinstance(rows, Shard)
+    bounds = [*take_whole(offsets, IN_BAGS).tolist(), len(bags)]
+    if bounds[0] or bounds != sorted(bounds):  # which PyTorch refuses
+        return F.embedding_bag(take_whole(bags), take_whole(weight), take_whole(offsets), *args, **kwargs)
+    send_call(F.embedding_bag, "divided")
+    if type(bags) is Tensor:
+        view.agreement.note_tensor(bags, F.embedding_bag)
+    start, end = (bounds[sum(rows.lengths[:rank])] for rank in (view.axis.rank, view.axis.rank + 1))
+    given |= {name: take_whole(value, IN_BAGS) for name, value in given.items() if name not in ("offsets", "input")}
+    for name in ("input", "per_sample_weights"):
+        if given.get(name) is not None:
+            given[name] = take_whole(given[name], IN_BAGS)[start:end]
+    part = F.embedding_bag(**given | {"offsets": own_offsets - start})
+    return DividedTensor(part, rows, (len(offsets), *part.shape[1:]), view)
 
 
 def run_whole(function: Callable[..., Any], args: Sequence[Any]) -> Any:

@@ -42,6 +42,27 @@ class Square(torch.autograd.Function):
         return 2 * x * gradient
 
 
+BAGS: tuple[dict[str, Any], ...] = (
+    *({}, {"mode": "sum"}, {"mode": "max"}, {"padding_idx": 3}, {"sparse": True}, {"include_last_offset": True}),
+    *({"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"mode": "sum", "weighs": True}, {"words": 0, "starts": 0}),
+    {"mode": "sum", "sparse": True, "padding_idx": -1},
+)
+
+
+def sum_bags(batch: Tensor, *, words: int = 23, starts: Any = None, weighs: bool = False, **options: Any) -> Any:
+    """Return the sums of bags of words, one bag for each row, and the gradients; some bags are empty."""
+    dtype = torch.int32 if options.get("sparse") else torch.int64
+    table = torch.arange(20.0).view(10, 2).sin().requires_grad_()
+    given = torch.tensor([0, 2, 2, 9, 14, 15, 23 - 5 * ("include_last_offset" not in options)])
+    offsets = (batch.detach()[:, 0] * 0 + (given if starts is None else starts)).to(dtype)
+    bags = (torch.arange(words) * 7 % 10).to(dtype)
+    weights = torch.arange(1.0, words + 1).requires_grad_() if weighs else None
+    found = F.embedding_bag(bags, table, offsets, per_sample_weights=weights, **options)
+    (found * torch.arange(1.0, len(found) + 1).unsqueeze(1)).sum().backward()
+    gradient = table.grad.to_dense() if options.get("sparse") else table.grad
+    return found, gradient, None if weights is None else weights.grad, table.detach()
+
+
 def train(make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> Loop:
     """Return a loop of three steps."""
 
@@ -568,4 +589,6 @@ LOOPS: dict[str, Loop] = {
     "changes under views": change_under_views,
     "transforms": transform,
     "custom function": lambda batch: Square.apply(batch),  # the view replaces `apply` before a script runs
+    "bags with offsets": lambda batch: [sum_bags(batch, **options) for options in BAGS],
+    "bags with wrong offsets": lambda batch: sum_bags(batch, starts=torch.arange(1, 8)),
 }
