@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from rankless.errors import DataError
 
@@ -96,6 +96,12 @@ def _check_samples(dataset: Any, options: LoaderOptions) -> None:
     ordered = options.sampler is not None or options.batch_sampler is not None
     needed = ["__getitem__"] if ordered else ["__getitem__", "__len__"]
     missing = [name for name in needed if not hasattr(dataset, name)]
+    if isinstance(dataset, DataLoader):
+        raise DataError(
+            expected="a data set: this function makes the loader",
+            found=f"a {type(dataset).__name__}",
+            fix="pass its data set, and its other arguments: rankless.loader(dataset, batch_size=…, shuffle=…)",
+        )
     if missing:
         raise DataError(
             expected="a data set with __getitem__ and __len__, or an IterableDataset",

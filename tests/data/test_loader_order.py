@@ -211,6 +211,7 @@ class Unmeasured:
         (Stream(), {"batch_size": 2, "shuffle": True}, "Stream with shuffle"),
         (Unmeasured(), {"batch_size": 2}, "Unmeasured without __len__"),
         ({1, 2}, {"batch_size": 2}, "set without __getitem__"),
+        (DataLoader(numbers(4)), {"batch_size": 2}, "found:    a DataLoader\n.*pass its data set"),
     ],
 )
 def test_unsupported_options_raise_at_once(dataset, options, message):

@@ -95,3 +95,21 @@ def test_a_job_that_reads_a_value_to_branch_runs_by_itself(loss: Any) -> None:
         require_same(found, loss)
         assert found[3]
         assert sum("cannot be one program" in notice for notice in found[2]) == 1
+
+
+def differentiate(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def call_refused(mesh: Mesh) -> list[str]:
+    """Return the notices of a job that one device refuses too."""
+    _, job, notices = make_training(mesh, differentiate, captured=True)
+    with pytest.raises(CaptureError, match=r"found:    backward\(\) inside the job"):
+        job(split(make_batches()[0], mesh))
+    return list(notices)
+
+
+def test_a_job_that_one_device_refuses_is_not_said_to_run_one_by_one() -> None:
+    assert on_mesh(2, call_refused) == [[], []]

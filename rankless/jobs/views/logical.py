@@ -36,13 +36,14 @@ class LogicalJobView:
         self._sync = CallSync(job, world)
         self._plain = PlainView(job, world, warns=False)
         self._random_states = RandomStates(with_python=True)
-        self._view = LogicalView(world.mesh, world.notify)
+        self._view = LogicalView(world.mesh, self._notify)
         self._backward = LogicalBackward(self._view)
         require_usable_models(job, world)
-        world.notify(
+        self._pending: list[str] | None = [
             f"{reason.where or job.line}: job {job.name!r} cannot be one program ({reason.found}), so its functions "
             "run one by one on divided batches; capture=False runs it on the whole batch on every rank instead"
-        )
+        ]
+        """What the user hears after the first call, unless one device refuses the job too; None once it has ended."""
 
     def run(self, arguments: FlattenedArguments) -> CallResult:
         """Return the job's result, the same on every rank. A train job also sets its parameters' gradients.
@@ -58,14 +59,28 @@ class LogicalJobView:
         owner = self._world.owner
         owner.begin_call()
         tensors = tuple(convert_tensor(tensor, self._view) for tensor in arguments.tensors)
-        with self._backward.install():
-            outcome = self._plain.run(replace(arguments, tensors=tensors))
-            outcome = replace(outcome, result=map_result(take_whole, outcome.result), loss=take_whole(outcome.loss))
+        try:
+            with self._backward.install():
+                outcome = self._plain.run(replace(arguments, tensors=tensors))
+                outcome = replace(outcome, result=map_result(take_whole, outcome.result), loss=take_whole(outcome.loss))
+        except CaptureError:
+            self._pending = None
+            raise
+        finally:
+            pending, self._pending = self._pending, None
+            for text in pending or ():
+                self._world.notify(text)
         self._world.mesh.check_sync_point_again()
         owner.begin_call()  # the job may have changed parameters of which this worker has a shard
         states = [tensor for _, tensor in sorted(named_tensors(self._job.modules).items())]
         self._sync.record_states(states, states)
         return outcome
+
+    def _notify(self, text: str) -> None:
+        if self._pending is None:
+            self._world.notify(text)
+        else:
+            self._pending.append(text)
 
 
 def can_run_logically(job: JobDefinition, world: World) -> bool:

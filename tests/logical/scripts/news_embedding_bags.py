@@ -1,4 +1,3 @@
-import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
@@ -9,6 +8,7 @@ WORDS = "goal match team coach season stock market bank shares profit court law 
 vocab = {word: number for number, word in enumerate(["<unk>", *WORDS])}
 generator = torch.Generator().manual_seed(1)
 
+
 def make_sample():
     label = int(torch.randint(3, (), generator=generator))
     count = int(torch.randint(2, 12, (), generator=generator))
@@ -17,11 +17,19 @@ def make_sample():
     chosen = torch.where(torch.rand(count, generator=generator) < 0.7, topic, noise)
     return label + 1, " ".join(WORDS[number] for number in chosen)
 
+
 train_iter = [make_sample() for _ in range(200)]
 test_iter = [make_sample() for _ in range(60)]
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-text_pipeline = lambda text: [vocab.get(word, 0) for word in text.split()]
-label_pipeline = lambda label: int(label) - 1
+
+
+def text_pipeline(text):
+    return [vocab.get(word, 0) for word in text.split()]
+
+
+def label_pipeline(label):
+    return int(label) - 1
+
 
 def collate_batch(batch):
     label_list, text_list, offsets = [], [], [0]
@@ -35,25 +43,30 @@ def collate_batch(batch):
     text_list = torch.cat(text_list)
     return label_list.to(device), text_list.to(device), offsets.to(device)
 
+
 class TextClassificationModel(nn.Module):
     def __init__(self, vocab_size, embed_dim, num_class):
         super().__init__()
         self.embedding = nn.EmbeddingBag(vocab_size, embed_dim, sparse=False)
         self.fc = nn.Linear(embed_dim, num_class)
         self.init_weights()
+
     def init_weights(self):
         initrange = 0.5
         self.embedding.weight.data.uniform_(-initrange, initrange)
         self.fc.weight.data.uniform_(-initrange, initrange)
         self.fc.bias.data.zero_()
+
     def forward(self, text, offsets):
         embedded = self.embedding(text, offsets)
         return self.fc(embedded)
+
 
 model = TextClassificationModel(len(vocab), 16, 3).to(device)
 criterion = torch.nn.CrossEntropyLoss()
 optimizer = torch.optim.SGD(model.parameters(), lr=5.0)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1.0, gamma=0.1)
+
 
 def train(dataloader):
     model.train()
@@ -68,8 +81,10 @@ def train(dataloader):
         total_acc += (predicted_label.argmax(1) == label).sum().item()
         total_count += label.size(0)
         if idx % 5 == 0 and idx > 0:
-            print(f"| epoch {epoch:3d} | {idx:5d}/{len(dataloader):5d} batches | accuracy {total_acc / total_count:8.3f} | loss {loss.item():.12f}")
+            accuracy = total_acc / total_count
+            print(f"| epoch {epoch:3d} | {idx:5d}/{len(dataloader):5d} | accuracy {accuracy:8.3f} | loss {loss:.12f}")
             total_acc, total_count = 0, 0
+
 
 def evaluate(dataloader):
     model.eval()
@@ -80,6 +95,7 @@ def evaluate(dataloader):
             total_acc += (predicted_label.argmax(1) == label).sum().item()
             total_count += label.size(0)
     return total_acc / total_count
+
 
 num_train = int(len(train_iter) * 0.95)
 split_train_, split_valid_ = random_split(train_iter, [num_train, len(train_iter) - num_train])

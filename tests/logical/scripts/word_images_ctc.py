@@ -1,30 +1,38 @@
 import torch
-from torch import nn
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 torch.manual_seed(3)
 CLASSES, STEPS = 11, 12
 
+
 class Words(Dataset):
     """Images of words: one column of noise and ink per letter, of varying lengths."""
+
     def __init__(self, count):
         g = torch.Generator().manual_seed(count)
-        self.texts = [torch.randint(1, CLASSES, (int(torch.randint(2, 6, (1,), generator=g)),), generator=g) for _ in range(count)]
+        self.texts = [
+            torch.randint(1, CLASSES, (int(torch.randint(2, 6, (1,), generator=g)),), generator=g) for _ in range(count)
+        ]
         self.glyphs = torch.randn(CLASSES, 8, generator=g)
         self.noise = torch.randn(count, STEPS, 8, generator=g) * 0.1
+
     def __len__(self):
         return len(self.texts)
+
     def __getitem__(self, i):
         image = self.noise[i].clone()
         for place, letter in enumerate(self.texts[i]):
             image[2 * place] += self.glyphs[letter]
         return image, self.texts[i]
 
+
 def collate(samples):
     images, texts = zip(*samples)
     lengths = torch.tensor([len(text) for text in texts])
     return torch.stack(images), nn.utils.rnn.pad_sequence(texts, batch_first=True), lengths
+
 
 class CRNN(nn.Module):
     def __init__(self):
@@ -32,9 +40,11 @@ class CRNN(nn.Module):
         self.conv = nn.Conv1d(8, 16, 3, padding=1)
         self.rnn = nn.LSTM(16, 12, bidirectional=True, batch_first=True)
         self.head = nn.Linear(24, CLASSES)
+
     def forward(self, x):
         x = F.relu(self.conv(x.transpose(1, 2))).transpose(1, 2)
         return self.head(self.rnn(x)[0]).log_softmax(-1)
+
 
 loader = DataLoader(Words(50), batch_size=8, shuffle=True, collate_fn=collate)
 model, criterion = CRNN(), nn.CTCLoss(blank=0, zero_infinity=True)
