@@ -12,6 +12,7 @@ import difflib
 import importlib
 import os
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -158,6 +159,9 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
     if given and (given[0] in COMMANDS or find_command(given[0]) is not None):
         return _run_command(given[0], given[1:])
     parser = make_main_parser()
+    scripts = [word for word in given if word.endswith(".py")]
+    if scripts and (given[0].startswith("-") or given[0] in scripts):
+        parser.error(f"expected a command before {given[0]}: rankless run {shlex.join(given)}")
     if given and not given[0].startswith("-"):
         nearest = difflib.get_close_matches(given[0], summarize_commands(), n=1)
         problems = "".join(f"\n{error}" for error in list_problems())

@@ -3,6 +3,7 @@
 import glob
 import importlib.util
 import os
+import re
 import secrets
 import shutil
 
@@ -299,6 +300,9 @@ def choose_debug_rank(request: RunRequest, cluster: Cluster | None) -> int | Non
     return rank
 
 
+PYTHON_NAME = re.compile(r"python[0-9.]*")
+
+
 def check_program(program: Program) -> None:
     """Raise `ConfigError` unless the program exists and can be run."""
     target = program.target
@@ -312,7 +316,9 @@ def check_program(program: Program) -> None:
         raise ConfigError(
             expected="a Python script",
             found=f"a folder, {target}" if os.path.isdir(target) else f"no file {target} in {os.getcwd()}",
-            fix="check the path; run a module by -m NAME, code by -c CODE",
+            fix=f"leave out {target!r}: the script itself stands there"
+            if PYTHON_NAME.fullmatch(target)
+            else "check the path; run a module by -m NAME, code by -c CODE",
         )
     if program.kind == "script" and not os.access(target, os.R_OK):
         raise ConfigError(expected=f"permission to read {target}", found="none", fix=f"chmod u+r {target}")

@@ -1,7 +1,7 @@
 """The definition of a job: its function, models and optimizers, before it runs anywhere."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from typing import Any, Literal, cast, get_args
@@ -258,13 +258,16 @@ def name_modules(model: Models) -> dict[str, nn.Module]:
 
 def list_optimizers(optimizer: Optimizers | None) -> tuple[Optimizer, ...]:
     """Return the optimizers of a job in the order of their steps."""
-    given = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    given = tuple(optimizer) if isinstance(optimizer, Iterable) else () if optimizer is None else (optimizer,)
     for item in given:
         if not isinstance(item, Optimizer):
+            name = getattr(item, "__name__", "") if isinstance(item, type) else ""
             raise ConfigError(
                 expected="optimizer= as a torch.optim optimizer, or a list of them",
-                found=type(item).__name__,
-                fix="pass the optimizer itself; schedulers stay in the script",
+                found=f"the class {name}" if name else type(item).__name__,
+                fix=f"make one: {name}(model.parameters(), …)"
+                if name
+                else "pass the optimizer itself; schedulers stay in the script",
             )
     return given
 

@@ -220,6 +220,7 @@ print(torch.get_num_threads(), tuple(x.grad.shape), torch.compile(lambda a: a + 
     [
         (["-n", "0", "script.py"], "at least 1 worker"),
         (["-n", "2", "scirpt.py"], "no file scirpt.py"),
+        (["-n", "2", "python3", "script.py"], "leave out 'python3'"),
         (["-n", "2", "."], "a folder"),
         (["-n", "2", "-m", "no_such_module_at_all"], "no such module"),
         (["-n", "2", "--devices", "97", "script.py"], "GPU 97 on this host"),
