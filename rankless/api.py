@@ -48,7 +48,7 @@ from rankless.runtime.current_context import (
 )
 from rankless.runtime.process_context import ProcessContext, RecordObserver
 from rankless.runtime.rendezvous.find_rendezvous import JOIN_TIMEOUT_SECONDS
-from rankless.runtime.rendezvous.init_arguments import parse_rendezvous_address
+from rankless.runtime.rendezvous.init_address_and_rank import parse_rendezvous_address
 from rankless.runtime.stop_requests import REQUESTS
 from rankless.terminal.progress_display import ProgressDisplay
 from rankless.user_code import caller_line, display_name

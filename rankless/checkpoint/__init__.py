@@ -6,7 +6,7 @@ process.
 
 `saving` agrees with the other ranks within the step, and says what each rank writes. The writing then needs only the
 disk, and may run in a thread: ranks communicate through the folder, never by collectives. `loading` gives objects
-tensors that `stored_tensors` reads when something needs them. Decisions 0031 and 0051 have the reasons.
+tensors that `lazy_tensor_reading` reads when something needs them. Decisions 0031 and 0051 have the reasons.
 """
 
 from rankless.checkpoint.checkpoint_series import Mode, Retention

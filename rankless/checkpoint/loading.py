@@ -13,11 +13,11 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from rankless.checkpoint.content import restore_random_state, select_rank_state
 from rankless.checkpoint.folder_commit import find_checkpoint
+from rankless.checkpoint.lazy_tensor_reading import StoredTensors
 from rankless.checkpoint.manifest import Manifest, Node, TensorReference, iterate_nodes
 from rankless.checkpoint.manifest_io import read_manifest
 from rankless.checkpoint.raise_on_all_ranks import Agreement
 from rankless.checkpoint.state_tree import DetachedWithoutGather, decode
-from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.deferred_models.build_and_materialize import materialize
 from rankless.errors import CheckpointError
 from rankless.ownership.state_owner import StateOwner

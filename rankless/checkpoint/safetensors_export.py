@@ -20,11 +20,11 @@ from torch import Tensor
 
 from rankless.checkpoint.checkpoint_series import CheckpointDirectory
 from rankless.checkpoint.folder_commit import find_checkpoint
+from rankless.checkpoint.lazy_tensor_reading import StoredTensors
 from rankless.checkpoint.manifest import Manifest, Node, SparseReference, TensorReference
 from rankless.checkpoint.manifest import Mapping as MappingNode
 from rankless.checkpoint.manifest import Sequence as SequenceNode
 from rankless.checkpoint.manifest_io import read_manifest, sync
-from rankless.checkpoint.stored_tensors import StoredTensors
 from rankless.checkpoint.tensor_file_writer import TensorFileWriter
 from rankless.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from rankless.config.environment import default_log_folder
 from rankless.config.extensions import list_own
 from rankless.config.hosts_and_addresses import DEFAULT_PORT, Host, parse_hosts, read_hostfile, require_port
 from rankless.errors import ConfigError
-from rankless.launch.doctor.diagnosis import DoctorConfig, DoctorFindings, run_diagnosis
+from rankless.launch.doctor.run_all_checks import DoctorConfig, DoctorFindings, run_diagnosis
 from rankless.terminal.doctor_table import DoctorReport, make_doctor_report, render_doctor_report
 
 NAME = "doctor"

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 
 from rankless.config import environment
 from rankless.config.environment import chosen_variables
-from rankless.config.extension_run_hooks import GivenOptions, NamedWorkers, find_named_workers
 from rankless.config.hosts_and_addresses import (
     DEFAULT_PORT,
     Host,
@@ -16,6 +15,7 @@ from rankless.config.hosts_and_addresses import (
     read_hostfile,
     require_port,
 )
+from rankless.config.meaning_of_extension_options import GivenOptions, NamedWorkers, find_named_workers
 from rankless.config.run_config import Cluster
 from rankless.errors import ConfigError
 

@@ -27,8 +27,8 @@ from rankless.cli.shared_run_options import (
     read_program,
 )
 from rankless.config.environment import default_log_folder
-from rankless.config.extension_run_hooks import count_row_holders, read_options
 from rankless.config.make_run_config import make_run_config
+from rankless.config.meaning_of_extension_options import count_row_holders, read_options
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.plan_file import name_axes, write_plan
 from rankless.config.program_source_files import digest_source

@@ -21,14 +21,14 @@ from rankless.cli.shared_run_options import (
 from rankless.config import environment
 from rankless.config.cluster_variables import expand_hosts, read_cluster_worker, read_node_count
 from rankless.config.environment import default_log_folder
-from rankless.config.extension_run_hooks import read_options
 from rankless.config.hosts_and_addresses import Host
 from rankless.config.make_run_config import count_gpus, make_run_config
+from rankless.config.meaning_of_extension_options import read_options
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.launch import agent
-from rankless.records.run_summary import RunSummary
+from rankless.records.run_json_format import RunSummary
 from rankless.terminal.lazy_progress_display import ProgressObserver
 
 NAME = "run"

@@ -24,8 +24,8 @@ from rankless.cli.shared_run_options import (
     read_program,
 )
 from rankless.config.environment import default_log_folder
-from rankless.config.extension_run_hooks import NamedWorkers, check_options, describe_processes, read_options
 from rankless.config.make_run_config import check_program, choose_run_mesh, choose_view
+from rankless.config.meaning_of_extension_options import NamedWorkers, check_options, describe_processes, read_options
 from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import Cluster, Precision, Program, RunRequest

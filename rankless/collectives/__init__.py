@@ -32,14 +32,14 @@ from rankless.collectives.object_collectives import (
     scatter_object_list,
 )
 from rankless.collectives.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from rankless.collectives.reductions import (
+from rankless.collectives.reducing_collectives import (
     all_reduce,
     all_reduce_coalesced,
     reduce,
     reduce_scatter,
     reduce_scatter_single,
 )
-from rankless.collectives.reductions import reduce_scatter_single as reduce_scatter_tensor
+from rankless.collectives.reducing_collectives import reduce_scatter_single as reduce_scatter_tensor
 
 __all__ = [
     "DistributedSampler",

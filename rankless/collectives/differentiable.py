@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ReduceOp
 
-from rankless.collectives import data_movement, reductions
+from rankless.collectives import data_movement, reducing_collectives
 from rankless.collectives.checked_process_group import AnyGroup, CheckedGroup, resolve_group
 from rankless.errors import ConfigError
 
@@ -199,7 +199,7 @@ class _Reduce(Function):
     def forward(ctx: Any, tensor: Tensor, root: int, op: Any, checked: CheckedGroup) -> Tensor:
         ctx.root, ctx.op, ctx.checked = root, op, checked
         result = _contiguous_copy(tensor)
-        reductions.reduce(result, op=op, group=checked.torch, group_dst=root)
+        reducing_collectives.reduce(result, op=op, group=checked.torch, group_dst=root)
         return result if checked.rank == root else torch.zeros_like(result)
 
     @staticmethod
@@ -220,7 +220,7 @@ class _Broadcast(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         result = _contiguous_copy(gradients[0])
-        reductions.reduce(result, group=ctx.checked.torch, group_dst=ctx.source)
+        reducing_collectives.reduce(result, group=ctx.checked.torch, group_dst=ctx.source)
         return result if ctx.checked.rank == ctx.source else torch.zeros_like(result), None, None
 
 
@@ -262,7 +262,7 @@ class _AllToAll(Function):
 
 def _reduce_copy(tensor: Tensor, op: Any, checked: CheckedGroup) -> Tensor:
     result = _contiguous_copy(tensor)
-    reductions.all_reduce(result, op=op, group=checked.torch)
+    reducing_collectives.all_reduce(result, op=op, group=checked.torch)
     return result
 
 
@@ -274,7 +274,7 @@ def _gather_rows(tensor: Tensor, rows: Sequence[int], checked: CheckedGroup) -> 
 
 def _scatter_rows(tensor: Tensor, rows: Sequence[int], op: Any, checked: CheckedGroup) -> Tensor:
     result = tensor.new_empty((rows[checked.rank], *tensor.shape[1:]))
-    reductions.reduce_scatter(result, tensor.contiguous().split(list(rows)), op=op, group=checked.torch)
+    reducing_collectives.reduce_scatter(result, tensor.contiguous().split(list(rows)), op=op, group=checked.torch)
     return result
 
 

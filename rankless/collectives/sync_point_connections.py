@@ -28,7 +28,7 @@ from rankless.errors import RanksDiverged
 from rankless.parallel.mesh import Mesh
 from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError, receive_exactly
-from rankless.records.pending_and_rejected_clients import NewClients
+from rankless.records.unauthenticated_client_limits import NewClients
 
 NUMBER = struct.Struct("<Q")
 FRAMES = FrameFormat("<I")

@@ -19,8 +19,8 @@ from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, P
 from rankless.compiler.lowering.lower import lower, without_overwriting
 from rankless.compiler.probing.operator_probe import OperatorProbe
 from rankless.compiler.rules.extension_operators import Lookup
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings

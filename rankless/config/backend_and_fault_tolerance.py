@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from rankless.config import extension_run_hooks
+from rankless.config import meaning_of_extension_options
 from rankless.config.environment import user_backend
 from rankless.config.program_source_files import names_rankless
 from rankless.config.run_config import Backend, RunConfig, RunObservation
@@ -179,7 +179,7 @@ def explain_required_workers(config: RunConfig, devices: Sequence[str]) -> str:
     if not (support := is_supported()):
         return f"no shared memory: {support.reason}"
     if request.options:
-        return extension_run_hooks.explain_required_workers(request)
+        return meaning_of_extension_options.explain_required_workers(request)
     return "" if names_rankless(config.program) else "a script that does not use rankless"
 
 

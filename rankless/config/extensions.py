@@ -155,7 +155,7 @@ class Role(_Declared):
     """The kind of process that the extension adds to a run, beside its workers."""
 
     module: str
-    """Has `make_role(config)`, which returns a `rankless.launch.process_role_interface.ProcessRole` for one host."""
+    """Has `make_role(config)`, which returns a `rankless.launch.extension_process_role.ProcessRole` for one host."""
     title: str
     """What a message calls all its processes, as in "the clocks"."""
     process: str
@@ -227,8 +227,8 @@ class Extension(_Declared):
     shared_options: tuple[str, ...] = ()
     """The options of Rankless that its options module gets, too, without dashes before them."""
     options_module: str = ""
-    """A module with `make_options()`, which returns a `RunOptions` of `rankless.config.extension_run_hooks`: how the
-    options are checked, and what they mean for a run."""
+    """A module with `make_options()`. It returns a `RunOptions` of `rankless.config.meaning_of_extension_options`: how
+    the options are checked, and what they mean for a run."""
     participant: str = ""
     """A module with `make_participant(config)`, which returns a `StepParticipant` for the worker with that
     `WorkerConfig`, in runs whose command line has an option of the extension."""

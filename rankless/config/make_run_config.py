@@ -18,8 +18,8 @@ from rankless.config.backend_and_fault_tolerance import (
 )
 from rankless.config.cluster_variables import choose_grace
 from rankless.config.environment import snapshot, user_hang_timeout, user_preload, user_threads, user_visible_devices
-from rankless.config.extension_run_hooks import check_options, count_processes
 from rankless.config.extensions import find_extension
+from rankless.config.meaning_of_extension_options import check_options, count_processes
 from rankless.config.mesh_option import format_mesh, make_heterogeneous_mesh, require_workers
 from rankless.config.program_source_files import names_rankless
 from rankless.config.rank_awareness import decide_view, read_zero

@@ -25,10 +25,10 @@ from torch.optim import Optimizer
 
 from rankless.config.extensions import Extension, find_extension, import_declared, list_extensions
 from rankless.config.process_configs import WorkerConfig
-from rankless.context.row_prefetch_batches import UpcomingBatches
 from rankless.context.step_events import to_all
+from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.errors import ConfigError
-from rankless.ownership.extension_nn_modules import list_participants
+from rankless.ownership.modules_with_states_elsewhere import list_participants
 from rankless.ownership.state_owner import StateOwner
 from rankless.parallel.mesh import Mesh
 

@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 from torch import Tensor, nn
 
-from rankless.context.loader_passes import AccumulationPass
+from rankless.context.accumulation_passes import AccumulationPass
 from rankless.errors import StepsDone
 
 Parameters = ParamSpec("Parameters")

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from rankless.context.accumulation_passes import LoaderPasses
 from rankless.context.all_or_nothing_operations import Operations, Recovery
 from rankless.context.changes_outside_jobs import ModelChangeDetector, OptimizerChanges
 from rankless.context.extension_participants import JointEvents
-from rankless.context.loader_passes import LoaderPasses
 from rankless.context.redundant_step_calls import LeftoverCalls
 from rankless.context.step_events import StepEvents
 from rankless.errors import RanklessError

@@ -15,7 +15,7 @@ import numpy
 from rankless.collectives import all_gather_object
 from rankless.collectives.checked_process_group import resolve_group
 from rankless.data.sample_reader import digest_sample
-from rankless.data.shard_inspection import (
+from rankless.data.samples_of_rank import (
     Keys,
     RankSamples,
     find_dataset,

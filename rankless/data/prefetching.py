@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from rankless.context.row_prefetch_batches import UpcomingBatches
+from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.data.batch_tree import iterate_leaves, map_tensors
 from rankless.data.logical_tensor import LogicalTensor
 

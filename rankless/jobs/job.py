@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rankless.compiler.capture.global_modes import apply_autocast_state, disable_autocast, get_autocast_state
-from rankless.context.missing_optimizer import MissingOptimizerCheck
+from rankless.context.forgotten_optimizer_warning import MissingOptimizerCheck
 from rankless.context.redundant_step_calls import StepHook
 from rankless.context.world import World, WorldSource
 from rankless.errors import ConfigError, RanklessError, TableError

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 
-from rankless.context.loader_passes import AccumulationPass
+from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.world import World
 from rankless.errors import ConfigError, StepError
 from rankless.jobs.gradient_accumulation import GradientAccumulator
 from rankless.jobs.job_definition import CallResult, JobDefinition, StepOptions
-from rankless.ownership.extension_nn_modules import list_extension_modules
+from rankless.ownership.modules_with_states_elsewhere import list_extension_modules
 from rankless.parallel.mesh import find_pipeline_axis, list_layer_axes
 
 

@@ -18,7 +18,7 @@ from rankless.jobs.arguments import FlattenedArguments, PositionDims, find_batch
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.optimizer_step import count_group_parameters
 from rankless.jobs.programs.pipelines import choose_copies, choose_owner, count_microbatches
-from rankless.ownership.extension_nn_modules import list_extension_modules
+from rankless.ownership.modules_with_states_elsewhere import list_extension_modules
 from rankless.ownership.shard_layout import GATHER_BYTES, assign, divide, give_to, group_in_order
 from rankless.ownership.sharded_state_owner import ShardedStateOwner
 from rankless.ownership.step_on_shards import READS_WHOLE, list_parameters, require_divisible

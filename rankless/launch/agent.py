@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.agreed_job_setup import ReadyJob, set_up_job
 from rankless.launch.launcher_profile import load_profile, make_run_folder
 from rankless.launch.live_run_publisher import LiveRunPage, make_live_run, measure_live_run
 from rankless.launch.ports import require_own_address
+from rankless.launch.prepare_run import ReadyJob, set_up_job
 from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted, name_signal
 from rankless.launch.start_and_end_report import RunReport, WorkerTable, conclude
 from rankless.launch.supervisor.fork_server_client import (
@@ -38,7 +38,7 @@ from rankless.launch.worker_output import (
 from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestarted, Raised, ScriptFinished
 from rankless.records.live_run import ProcessRow, identify_agent
 from rankless.records.number_formatting import format_count
-from rankless.records.run_summary import RunSummary
+from rankless.records.run_json_format import RunSummary
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
 
@@ -251,7 +251,7 @@ class HostRun:
         job = self._job
         if job.roles:
             # Imported here: most runs have workers alone.
-            role_startup = importlib.import_module("rankless.launch.role_startup")
+            role_startup = importlib.import_module("rankless.launch.start_processes_beside_workers")
             start = role_startup.CommonStart(
                 roles=job.roles, peers=job.peers, names=job.names, notify=self._streams.notify
             )

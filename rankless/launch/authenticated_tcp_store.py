@@ -3,8 +3,8 @@
 Note [the run's store]: torch's own server accepts every connection. Any local user, and on several hosts anyone in the
 network, could read, change and delete the keys of a run. This server speaks the same protocol, and serves a connection
 only once its client has shown that it knows the token (Note [store access]). So the clients are PyTorch's own, in C++,
-and work with every backend; `run_store` opens them. The server runs in the agent of host 0, where no script can hold
-the interpreter. It imports no torch.
+and work with every backend; `connect_to_run_store` opens them. The server runs in the agent of host 0, where no script
+can hold the interpreter. It imports no torch.
 
 Note [queries of a store]: a frame is the number of a query and its fields
 (`torch/csrc/distributed/c10d/TCPStoreBackend.hpp`). A text or a value is its length in 8 bytes, then its bytes. Numbers
@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from rankless.records.pending_and_rejected_clients import NewClients
 from rankless.records.store_authentication import (
     CHALLENGE_KEY,
     PROOF_KEY,
@@ -39,6 +38,7 @@ from rankless.records.store_authentication import (
     make_nonce,
     prove_to_client,
 )
+from rankless.records.unauthenticated_client_limits import NewClients
 
 MAGIC_NUMBER = 0x3C85F7CE
 """With it each client begins."""

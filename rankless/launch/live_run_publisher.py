@@ -10,7 +10,7 @@ from contextlib import suppress
 import msgspec
 
 from rankless.config.run_config import RunConfig
-from rankless.launch.agreed_job_setup import ReadyJob
+from rankless.launch.prepare_run import ReadyJob
 from rankless.records.encoding import encode_json
 from rankless.records.events import AnyRecord, Exited, HostLost, ScriptFinished, SlowRankChanged, Started
 from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, LiveWorker, ProcessRow

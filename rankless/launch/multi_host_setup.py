@@ -23,12 +23,12 @@ from rankless.config.hosts_and_addresses import (
 )
 from rankless.config.run_config import AgreedJobConfig, Cluster, RunConfig
 from rankless.errors import ConfigError, JoinError
-from rankless.launch.agreed_job_setup import ReadyJob, make_start
 from rankless.launch.authenticated_tcp_store import StoreServer
 from rankless.launch.doctor.preflight_and_host_checks import run_preflight
+from rankless.launch.extension_process_role import JoinedHosts, ProcessRole, open_roles
 from rankless.launch.launcher_profile import LauncherProfile
 from rankless.launch.ports import describe_port_owner, open_store_socket, reserve_master_port
-from rankless.launch.process_role_interface import JoinedHosts, ProcessRole, open_roles
+from rankless.launch.prepare_run import ReadyJob, make_start
 from rankless.launch.rendezvous.control_server import ControlServer
 from rankless.launch.rendezvous.follower import join_leader
 from rankless.launch.rendezvous.host_consistency import HostFacts, collect_host_facts
@@ -46,7 +46,7 @@ from rankless.launch.rendezvous.port_test import PortTest, run_port_test
 from rankless.launch.rendezvous.ssh import RemoteTask, SshAgent, SshTokenDelivery
 from rankless.launch.rendezvous.wait_for_hosts import start_hosts, wait_for_hosts
 from rankless.launch.signal_reader import Interrupts
-from rankless.records.connection_attempts import UsedPort
+from rankless.records.host_connection_tests import UsedPort
 
 _ANYWHERE = ("192.0.2.1", "2001:db8::1")
 """Addresses of no host (RFC 5737, RFC 3849): the route to them is the default route. Nothing is sent there."""

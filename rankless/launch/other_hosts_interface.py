@@ -12,7 +12,7 @@ from rankless.launch.worker_output import Source
 from rankless.records.events import AnyRecord
 
 if TYPE_CHECKING:  # few runs continue without lost workers
-    from rankless.records.elastic_messages import DriverMessage, WorkerMessage
+    from rankless.records.elastic_driver_protocol import DriverMessage, WorkerMessage
 
 StopMode = Literal["stop", "terminate", "interrupt", "lost", "kill"]
 """Why workers end: the job failed, SIGTERM or Ctrl-C to an agent, a host was lost, or the grace period is over."""

@@ -33,7 +33,7 @@ from rankless.errors import ConfigError, LaunchError
 from rankless.launch.ports import reserve_master_port
 from rankless.launch.signal_reader import name_signal
 from rankless.records.encoding import encode_json
-from rankless.runtime.process_start_messages import (
+from rankless.runtime.fork_and_spawn_server_messages import (
     SpawnedProcess,
     ask_for_process,
     open_current_folder,

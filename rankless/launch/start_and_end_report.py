@@ -12,9 +12,9 @@ from rankless.config.process_configs import WorkerLaunch
 from rankless.config.rank_awareness import describe_view
 from rankless.config.run_config import RunConfig
 from rankless.errors import JoinError, LaunchError
-from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.launcher_profile import WorkerLogFiles, run_folder
 from rankless.launch.other_hosts_interface import Peers
+from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.signal_reader import RendezvousInterrupted, name_signal
 from rankless.launch.summary_file import SummaryFile
 from rankless.launch.supervisor.start_and_end_text import (
@@ -33,7 +33,7 @@ from rankless.launch.supervisor.verdict_types import SecondaryFailure, Verdict
 from rankless.records.events import PREEMPTED_EXIT_CODE, AnyRecord, ProcessRestarted, Started
 from rankless.records.live_run import ProcessRow
 from rankless.records.number_formatting import format_count
-from rankless.records.run_summary import AgentProcess, Outcome, RunSummary
+from rankless.records.run_json_format import AgentProcess, Outcome, RunSummary
 
 PREEMPTED = "preempted: all workers have stopped, to be started again"
 

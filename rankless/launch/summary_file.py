@@ -13,7 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from rankless.config.run_config import AgreedProcesses, RunConfig
-from rankless.launch.agreed_job_setup import ReadyJob
+from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.supervisor.verdict_types import Verdict
 from rankless.records.encoding import encode_json
 from rankless.records.events import (
@@ -28,7 +28,7 @@ from rankless.records.events import (
     WorkerCut,
 )
 from rankless.records.private_files import private_opener
-from rankless.records.run_summary import (
+from rankless.records.run_json_format import (
     OLDER_FIELDS_ROLE,
     AgentProcess,
     Outcome,

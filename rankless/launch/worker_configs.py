@@ -8,9 +8,9 @@ from typing import NamedTuple
 from rankless.config.environment import worker_environment
 from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.config.run_config import AgreedJobConfig, RunConfig
-from rankless.launch.agreed_job_setup import ReadyJob
+from rankless.launch.extension_process_role import WorkerContent
 from rankless.launch.launcher_profile import LauncherProfile, make_log_files
-from rankless.launch.process_role_interface import WorkerContent
+from rankless.launch.prepare_run import ReadyJob
 
 _NO_CONTENT = WorkerContent()
 

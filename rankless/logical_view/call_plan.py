@@ -31,7 +31,9 @@ from rankless.compiler.lowering.lower import LoweringPass
 from rankless.compiler.rules.strategy import list_tensor_slots
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.compiler.tracing.symbolic_sizes import MIN_SYMBOLIC_SIZE, SymbolicSizes
-from rankless.logical_view.call_trace import (
+from rankless.logical_view.redistribution import find_gradient_placement, put_among_zeros
+from rankless.logical_view.second_gradients import GradientCall, find_draws, make_gradient_call, write_graph
+from rankless.logical_view.trace_call_to_program import (
     CallArguments,
     ChangedArgument,
     ChangesArguments,
@@ -40,8 +42,6 @@ from rankless.logical_view.call_trace import (
     TracedCall,
     trace_call,
 )
-from rankless.logical_view.redistribution import find_gradient_placement, put_among_zeros
-from rankless.logical_view.second_gradients import GradientCall, find_draws, make_gradient_call, write_graph
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, compute_local_shape
 

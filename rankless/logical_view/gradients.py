@@ -25,7 +25,6 @@ from torch.utils.hooks import BackwardHook
 from rankless.compiler.tracing.replaced_attributes import replace_attributes
 from rankless.logical_view.bucketed_gradient_sums import POST_HOOK, GradientPass, find_leaves
 from rankless.logical_view.call_observers import MoveReason
-from rankless.logical_view.call_trace import TRACE_STATE
 from rankless.logical_view.function_handlers import (
     REGISTER_HOOK,
     find_part,
@@ -36,6 +35,7 @@ from rankless.logical_view.function_handlers import (
 )
 from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
 from rankless.logical_view.tensor import HANDLERS, IN_TRANSFORM, DividedTensor, LogicalView
+from rankless.logical_view.trace_call_to_program import TRACE_STATE
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate
 from rankless.user_code import caller_line
 

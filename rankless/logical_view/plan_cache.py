@@ -45,8 +45,8 @@ from rankless.logical_view.call_plan import (
     make_plan,
     propagate,
 )
-from rankless.logical_view.call_trace import TensorKind
 from rankless.logical_view.second_gradients import GradientCall
+from rankless.logical_view.trace_call_to_program import TensorKind
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Placement, Replicate, Shard
 from rankless.records.encoding import encode_msgpack

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from rankless.compiler.ir.logical_program import is_random_node
 from rankless.compiler.local_program import generate_function
-from rankless.logical_view.call_trace import TracedCall
+from rankless.logical_view.trace_call_to_program import TracedCall
 from rankless.parallel.tensor_placement import Placement
 
 aten = torch.ops.aten

@@ -21,11 +21,11 @@ from rankless.compiler.ir.memory_order import find_memory_order
 from rankless.logical_view.agreement import RankAgreement
 from rankless.logical_view.call_observers import OBSERVERS, READ, MoveReason, name_function, send_call
 from rankless.logical_view.call_plan import OF_PART, CallPlan, LogicalCall
-from rankless.logical_view.call_trace import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.logical_view.gathered_values import GatheredWhole, GatheredWholes, get_version
 from rankless.logical_view.gradient_shards import GradientShards
 from rankless.logical_view.plan_cache import ObservedPlans, PlanCache
 from rankless.logical_view.redistribution import find_gradient_placement, move_with_gradient
+from rankless.logical_view.trace_call_to_program import CallArguments, ChangedArgument, PlainLeaf, TensorKind
 from rankless.ownership.partitioned_tensor import CallsWithWholes, call_with_wholes
 from rankless.parallel.mesh import Mesh
 from rankless.parallel.tensor_placement import Partial, Placement, Replicate, Shard, split_lengths

@@ -38,13 +38,13 @@ from rankless.ownership.partitioned_tensor import (
     run_directly,
 )
 from rankless.ownership.shard_layout import ShardLayout, gather_shards, send_to_copies
-from rankless.ownership.state_owner import GradientSums, Replica, StateOwner, get_elements
-from rankless.ownership.state_plan_by_axis import (
+from rankless.ownership.state_divisions_along_axis import (
     omit_divisions,
     read_placement,
     require_same_division,
     select_divisions,
 )
+from rankless.ownership.state_owner import GradientSums, Replica, StateOwner, get_elements
 from rankless.ownership.states_of_survivors import DividedStates
 from rankless.ownership.step_on_shards import (
     find_state_layout,

@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from rankless.plain_script.effects_on_first_rank import Effects, replace_everywhere
-from rankless.plain_script.files_seen_by_first_rank import (
+from rankless.plain_script.file_results_as_plain_values import (
     describe_result,
     describe_status,
     make_result,

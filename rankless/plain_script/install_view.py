@@ -20,9 +20,9 @@ from rankless.config.environment import read_worker_config
 from rankless.context.world import World
 from rankless.logical_view.agreement import RankAgreement
 from rankless.logical_view.call_observers import OBSERVERS, send_call
-from rankless.logical_view.call_trace import TRACE_STATE
 from rankless.logical_view.gradients import LogicalBackward
 from rankless.logical_view.tensor import DividedTensor, LogicalView
+from rankless.logical_view.trace_call_to_program import TRACE_STATE
 from rankless.plain_script.batch_random_draws import divide_draws
 from rankless.plain_script.effects_on_first_rank import Effects
 from rankless.plain_script.hide_ranks import hide_ranks

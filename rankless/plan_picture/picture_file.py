@@ -9,7 +9,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from rankless.errors import ConfigError
-from rankless.plan_picture.bars_and_labels import Bar, Drawing, Label, clean_text, is_measured
+from rankless.plan_picture.drawing_parts_and_text_fit import Bar, Drawing, Label, clean_text, is_measured
 from rankless.plan_picture.holdings import describe_divisions, format_workers
 from rankless.plan_picture.picture_data import PicturedJob, PicturedPlan
 from rankless.plan_picture.picture_layout import KINDS, draw_one_job, draw_plan, summarize

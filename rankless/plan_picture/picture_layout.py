@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rankless.plan_picture.bars_and_labels import (
+from rankless.plan_picture.drawing_parts_and_text_fit import (
     GAP,
     Area,
     Bar,

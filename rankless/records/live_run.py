@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.events import SlowRank
-from rankless.records.run_summary import AgentProcess
+from rankless.records.run_json_format import AgentProcess
 
 LIVE_RUN_NAME = "rankless-live-run"
 """The name of the file in memory that has the record of a run."""

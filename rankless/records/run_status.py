@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 
 from rankless.records.events import SlowRank
-from rankless.records.server_activity import ServerActivity
+from rankless.records.server_traffic_counters import ServerActivity
 
 StatusOutcome = Literal["running", "succeeded", "failed", "interrupted", "preempted", "killed", "unknown"]
 WorkerState = Literal["starting", "computes", "waits", "idle", "stopped", "debugged", "ended", "elsewhere"]

@@ -12,7 +12,7 @@ from rankless.errors import JoinError
 from rankless.plain_script.hide_ranks import make_refusal
 from rankless.runtime.process_context import ProcessContext, RecordObserver, join
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo, find_rendezvous_info
-from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 
 if TYPE_CHECKING:
     from rankless.logical_view.tensor import LogicalView

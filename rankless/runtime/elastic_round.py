@@ -1,6 +1,6 @@
 """A worker's side of an elastic job: it asks the driver for the next round, joins it, and receives changes of hosts.
 
-See Note [rounds] in `records.elastic_messages`.
+See Note [rounds] in `records.elastic_driver_protocol`.
 
 The driver serves the store of all rounds: see Note [rounds of a store] in `launch.authenticated_tcp_store`.
 """
@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from rankless.config import environment
 from rankless.config.process_configs import WorkerConfig
-from rankless.records.elastic_messages import (
+from rankless.records.elastic_driver_protocol import (
     HostsChanged,
     RoundEnded,
     RoundStarted,
@@ -27,8 +27,8 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.runtime.fast_exit import AGENT_LISTENER
+from rankless.runtime.rendezvous.connect_to_run_store import open_run_store
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
-from rankless.runtime.rendezvous.run_store import open_run_store
 from rankless.terminal import process_title
 
 MAX_FAILED_ROUNDS = 20

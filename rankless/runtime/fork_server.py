@@ -30,6 +30,7 @@ from rankless.config.program_source_files import names_rankless, names_word
 from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started, send_record
 from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.fork_and_spawn_server_messages import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.hooks.import_aliases import is_alias_active
 from rankless.runtime.linux_process_control import (
     EndedChild,
@@ -42,7 +43,6 @@ from rankless.runtime.linux_process_control import (
     thread_count,
 )
 from rankless.runtime.preload_option import preload
-from rankless.runtime.process_start_messages import CUT, KILL, decode_signals, receive_worker_launch
 from rankless.runtime.release_waiting_ranks import cut_connections, end_shared_groups
 from rankless.runtime.subprocess_command import python_command
 from rankless.runtime.worker import WorkerProcess, start_forked_worker

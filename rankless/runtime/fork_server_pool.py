@@ -18,8 +18,8 @@ import msgspec
 
 from rankless.config.process_configs import ForkServerPoolConfig, HostConfig
 from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.fork_and_spawn_server_messages import READY, receive_host_config, send_process_id
 from rankless.runtime.fork_server import preload_modules, prepare_process, serve_run
-from rankless.runtime.process_start_messages import READY, receive_host_config, send_process_id
 from rankless.terminal import process_title
 
 

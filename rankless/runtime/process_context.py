@@ -27,11 +27,11 @@ from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import Backend
 from rankless.context.all_or_nothing_operations import Operations
 from rankless.context.extension_participants import JointEvents
-from rankless.context.progress_meter import ProgressMeter
+from rankless.context.progress_measurement import ProgressMeter
 from rankless.context.step_events import StepEvents, StepLimit, StepParticipant
 from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
-from rankless.jobs.programs.program_records import make_program_recorder
+from rankless.jobs.programs.program_recorder import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
@@ -42,14 +42,14 @@ from rankless.runtime.rendezvous.find_rendezvous import (
     parameters_from_torchrun,
     print_notice,
 )
-from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 from rankless.runtime.rendezvous.join_at_tcp_address import join_tcp_rendezvous
 from rankless.runtime.status_and_stack_writer import publish_totals
 from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world
 from rankless.user_code import caller_line
 from rankless.verify.recording.input_digests import InputDigests
+from rankless.verify.recording.job_memory_and_modules_outside_jobs import survey_script
 from rankless.verify.recording.run_recorder import RunRecorder
-from rankless.verify.recording.survey_at_end import survey_script
 from rankless.verify.recording.value_probes import ValueInspector
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class ProcessContext:
             yield RunRecorder(config.recording, self._rank, survey=survey_script, inputs=inputs)
         if config is not None and config.observation.programs is not None and config.recording is None:
             # With the logical view.
-            step_recorder = importlib.import_module("rankless.jobs.programs.logical_step_counts")
+            step_recorder = importlib.import_module("rankless.jobs.programs.logical_step_recorder")
             yield step_recorder.StepRecorder(lambda: self.world.settings.programs)
         if self._rank == 0 or recovers:  # another worker may take rank 0's place
             yield self._make_meter(progress=progress)

@@ -29,9 +29,9 @@ from rankless.parallel.mesh import AxisRole, Mesh, MeshAxis
 from rankless.records.encoding import encode_msgpack
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.hooks.init_process_group import find_original_init
+from rankless.runtime.rendezvous.connect_to_run_store import STORE_TIMEOUT
 from rankless.runtime.rendezvous.find_rendezvous import print_notice
 from rankless.runtime.rendezvous.join_at_tcp_address import NOTICE_AFTER_SECONDS
-from rankless.runtime.rendezvous.run_store import STORE_TIMEOUT
 
 JOINED_KEY = "rankless/joined"
 """The store's counter of the ranks that have made the group."""

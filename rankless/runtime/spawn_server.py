@@ -18,9 +18,9 @@ from collections.abc import Callable
 from typing import TextIO
 
 from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.fork_and_spawn_server_messages import READY, receive_process_request, send_number
 from rankless.runtime.fork_server import preload_modules, prepare_process
 from rankless.runtime.linux_process_control import adopt_orphans, end_descendants, set_parent_death_signal
-from rankless.runtime.process_start_messages import READY, receive_process_request, send_number
 from rankless.runtime.spawned_function import serve_call
 from rankless.terminal import process_title
 

@@ -19,10 +19,10 @@ from rankless.config import environment
 from rankless.data.random_generators import set_process_states
 from rankless.errors import RanklessError
 from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.fork_and_spawn_server_messages import SpawnedProcess, receive_call, send_call
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.init_process_group import use_fastest_group
 from rankless.runtime.linux_process_control import set_parent_death_signal
-from rankless.runtime.process_start_messages import SpawnedProcess, receive_call, send_call
 from rankless.runtime.rendezvous.find_rendezvous import print_notice
 from rankless.runtime.user_program import unload_shadowed
 from rankless.terminal import process_title

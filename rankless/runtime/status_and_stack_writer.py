@@ -22,7 +22,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
-from rankless.records.collective_timer import COLLECTIVE_TIME
+from rankless.records.main_thread_time_in_collectives import COLLECTIVE_TIME
 from rankless.records.shared_record import RecordWriter
 from rankless.records.worker_status import (
     COLLECTIVE_NANOSECONDS,

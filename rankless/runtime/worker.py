@@ -39,7 +39,7 @@ from rankless.runtime.hooks.debugging import (
     refuse_pdb,
 )
 from rankless.runtime.hooks.import_hook import FirstImportHook
-from rankless.runtime.hooks.written_files_and_tensorboard import (
+from rankless.runtime.hooks.watch_written_files_and_silence_tensorboard import (
     TENSORBOARD_WRITER,
     FileWriteMonitor,
     list_ignored,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rankless.records.number_formatting import format_bytes, format_count, format_seconds
 from rankless.records.run_status import RunStatus, ServerReport, WorkerReport
-from rankless.records.server_activity import TableActivity
+from rankless.records.server_traffic_counters import TableActivity
 from rankless.user_code import shorten_path
 
 _MOST_PROGRAM_CHARACTERS = 100

@@ -25,7 +25,7 @@ IMPORTED_LATE = {
     "rankless/config/environment.py": "reads the variables of foreign launchers only if they exist",
     "rankless/extensions/servers/training/shared_tables.py": "only shared tables need numba and zmq",
     "rankless/launch/agent.py": "few runs are elastic, and few have processes beside workers",
-    "rankless/launch/agreed_job_setup.py": "most runs have one host",
+    "rankless/launch/prepare_run.py": "most runs have one host",
     "rankless/launch/supervisor/supervisor.py": "only a run in which something fails needs to know why",
     "rankless/launch/start_and_end_report.py": "likewise",
     "rankless/launch/watchdog/__init__.py": "only a run that stalls or fails needs stacks and reports",

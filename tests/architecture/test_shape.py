@@ -20,7 +20,7 @@ LONG_FUNCTIONS = {
     "rankless/collectives/data_movement.py:gather": REFERENCE,
     "rankless/collectives/data_movement.py:scatter": REFERENCE,
     "rankless/collectives/object_collectives.py:scatter_object_list": REFERENCE,
-    "rankless/collectives/reductions.py:reduce_scatter": REFERENCE,
+    "rankless/collectives/reducing_collectives.py:reduce_scatter": REFERENCE,
     "rankless/compiler/capture/capture.py:capture": "its docstring describes every argument",
     "rankless/jobs/job.py:__call__": REFERENCE,
 }

@@ -9,7 +9,7 @@ import pytest
 from support.json_schema import check_result
 from support.warm_runs import run_script
 
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 from rankless.version import VERSION
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from rankless.compiler.local_program import LocalProgram
 from rankless.compiler.pipeline_parallel.build_pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import StageWorkers, make_schedule
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions, Stages, find_stages
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage
 from rankless.parallel.mesh import Mesh, MeshAxis
 from rankless.parallel.tensor_placement import Replicate, Shard, split_lengths
 from rankless.records.parallel_plan import PipelineSchedule

@@ -10,7 +10,7 @@ from torch import nn
 import rankless
 from rankless.context.extension_participants import JointEvents, JointParticipant
 from rankless.errors import ConfigError
-from rankless.ownership.extension_nn_modules import ExtensionModule
+from rankless.ownership.modules_with_states_elsewhere import ExtensionModule
 from rankless.ownership.state_owner import StateOwner
 
 CLOSED: list[str] = []

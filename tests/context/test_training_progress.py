@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from rankless.context.progress_meter import ProgressMeter
+from rankless.context.progress_measurement import ProgressMeter
 from rankless.context.step_events import StepEvents
 from rankless.context.world import World
 from rankless.data.loader import Loader, LoaderOptions

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankless.context.row_prefetch_batches import UpcomingBatches
+from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.data.prefetching import look_ahead
 
 

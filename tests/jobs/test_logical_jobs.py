@@ -111,5 +111,5 @@ def call_refused(mesh: Mesh) -> list[str]:
     return list(notices)
 
 
-def test_a_job_that_one_device_refuses_is_not_said_to_run_one_by_one() -> None:
+def test_a_job_that_one_device_refuses_gets_no_notice() -> None:
     assert on_mesh(2, call_refused) == [[], []]

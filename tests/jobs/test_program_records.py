@@ -18,7 +18,7 @@ from rankless.jobs.arguments import flatten_arguments, get_shardings
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import collect_inputs
 from rankless.jobs.programs.program_cache import ProgramCache
-from rankless.jobs.programs.program_records import describe_program
+from rankless.jobs.programs.program_recorder import describe_program
 from rankless.jobs.views.captured import ConsistentView
 from rankless.parallel.mesh import Mesh
 from rankless.records.job_programs import JobProgram

@@ -10,7 +10,7 @@ from support.processes import on_mesh
 from torch import Tensor, nn
 
 from rankless.collectives.backends import close_shared_memory_group, shared_tensor_memory
-from rankless.compiler.scheduling.gradient_and_state_memory import FlatMemory
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import FlatMemory
 from rankless.context.world import World
 from rankless.jobs.job import make_job
 from rankless.jobs.job_definition import StepOptions

@@ -40,7 +40,7 @@ from rankless.launch.rendezvous.messages import (
     WorkerRecords,
 )
 from rankless.records.events import ScriptFinished
-from rankless.records.pending_and_rejected_clients import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
+from rankless.records.unauthenticated_client_limits import HANDSHAKE_SECONDS, MAX_NEW_CLIENTS
 
 TOKEN = secrets.token_bytes(32)
 PROGRAM = Program(kind="code", target="print()")
@@ -365,7 +365,7 @@ class LateErrorSocket(socket.socket):
 def test_a_connect_error_that_appears_late_still_raises(monkeypatch: pytest.MonkeyPatch):
     with socket.create_server(("127.0.0.1", 0)) as gone:
         port = gone.getsockname()[1]
-    monkeypatch.setattr("rankless.launch.rendezvous.connect_to_host.socket.socket", LateErrorSocket)
+    monkeypatch.setattr("rankless.launch.rendezvous.tcp_connect_and_reachability.socket.socket", LateErrorSocket)
     with pytest.raises(LeaderUnreachableError, match="no process listens at"):
         connect_to_leader("127.0.0.1", port, token=TOKEN, timeout_seconds=1)
 

@@ -24,8 +24,8 @@ from rankless.launch.doctor.preflight_and_host_checks import check_host, check_h
 from rankless.launch.doctor.probe_protocol import CheckHost
 from rankless.launch.rendezvous.connect_and_measure import SECRET_BYTES, connect_all, measure_link, start_listener
 from rankless.launch.rendezvous.ssh import find_ssh_cause
-from rankless.records.connection_attempts import ConnectionTarget
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning, with_place
+from rankless.records.host_connection_tests import ConnectionTarget
 from rankless.terminal.doctor_table import make_doctor_report, render_doctor_report
 
 SECRET = b"s" * SECRET_BYTES

@@ -14,7 +14,13 @@ from rankless.launch.recovery.membership import (
     StartAction,
     WorkerState,
 )
-from rankless.records.elastic_messages import HostsChanged, RoundEnded, RoundStarted, WorkerDismissed, WorkerReady
+from rankless.records.elastic_driver_protocol import (
+    HostsChanged,
+    RoundEnded,
+    RoundStarted,
+    WorkerDismissed,
+    WorkerReady,
+)
 
 
 def make_membership(

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from launch.test_elastic_membership import mark_ready, sent_messages, start_job, start_round, started_workers
 
 from rankless.launch.recovery.membership import FIRST_JOIN_TIMEOUT_SECONDS, JOIN_TIMEOUT_SECONDS, Action, KillAction
-from rankless.records.elastic_messages import RoundStarted, WorkerDismissed
+from rankless.records.elastic_driver_protocol import RoundStarted, WorkerDismissed
 
 
 def killed_workers(actions: Iterable[Action]) -> dict[int, str]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.warm_runs import run_script
 
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ import pytest
 from support.jobs import start_script, wait_until
 from support.warm_runs import run_script
 
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 
 pytestmark = pytest.mark.slow
 

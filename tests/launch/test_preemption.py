@@ -14,7 +14,7 @@ from support.jobs import RANKLESS, kill_job, read_process_ids, start_script, wai
 from support.preempted_jobs import PLAIN, TRAINING
 from support.slurm import Slurm, requires_slurm, started_slurm
 
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 
 pytestmark = pytest.mark.slow
 OPTIONS = ("--devices", "cpu")

@@ -7,7 +7,7 @@ import pytest
 from support.warm_runs import rankless
 
 from rankless.launch.recovery.run_restarts import run_with_restarts
-from rankless.records.run_summary import Outcome, RunFailure, RunSummary
+from rankless.records.run_json_format import Outcome, RunFailure, RunSummary
 
 
 def make_summary(outcome: Outcome, steps: int | None = None, error: str = "raised OSError: no data") -> RunSummary:

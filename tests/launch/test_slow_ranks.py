@@ -11,8 +11,8 @@ from support.hosts import two_hosts
 from support.warm_runs import rankless
 
 from rankless.launch.watchdog.slow_ranks import SlowRanks, find_stage
-from rankless.records.collective_timer import CollectiveTime
 from rankless.records.events import Exited, Notice, SlowRankChanged, Started, StepTimes
+from rankless.records.main_thread_time_in_collectives import CollectiveTime
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.records.run_status import RunStatus
 

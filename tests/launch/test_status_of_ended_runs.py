@@ -14,7 +14,7 @@ from support.jobs import is_alive, kill_job, start_script, wait_until
 from support.status_calls import HOLDING, read_one, read_status, wait_for_ranks
 from support.warm_runs import rankless, run_script
 
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 
 pytestmark = pytest.mark.slow
 QUICK = ("-n", "2", "--no-warm", "--quiet")

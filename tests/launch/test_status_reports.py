@@ -8,7 +8,7 @@ from rankless.launch.watchdog.process_activity import ProcessStats
 from rankless.launch.watchdog.stack_classifier import StackLocation
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow, ProcessStage
 from rankless.records.run_status import RunStatus
-from rankless.records.server_activity import ServerActivity
+from rankless.records.server_traffic_counters import ServerActivity
 from rankless.records.worker_status import STEPS_KEPT, WorkerStatus
 from rankless.terminal.status_table import format_status
 

@@ -10,7 +10,7 @@ from support.jobs import RANKLESS, is_alive, kill_job, read_process_ids, start_r
 
 from rankless.config.cluster_variables import choose_grace, read_kill_wait
 from rankless.errors import ConfigError
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 
 pytestmark = pytest.mark.slow
 

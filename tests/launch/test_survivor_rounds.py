@@ -7,7 +7,7 @@ import pytest
 from rankless.errors import CollectiveError
 from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.recovery.survivors import SurvivorRounds, WorkerChannels, WorkerHosts
-from rankless.records.elastic_messages import (
+from rankless.records.elastic_driver_protocol import (
     RoundEnded,
     RoundStarted,
     StateSynced,

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds, WorkerChannels, WorkerHosts
-from rankless.records.elastic_messages import (
+from rankless.records.elastic_driver_protocol import (
     RoundEnded,
     StateSynced,
     WorkerReady,

@@ -4,8 +4,8 @@ import pytest
 
 from rankless.config import make_run_config
 from rankless.config.run_config import AgreedJobConfig, Program, RunRequest
-from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.other_hosts_interface import Peers
+from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
 

@@ -19,7 +19,7 @@ from support.plan_records import (
     pipelined,
 )
 
-from rankless.plan_picture.bars_and_labels import Bar, Drawing, Label, clean_text
+from rankless.plan_picture.drawing_parts_and_text_fit import Bar, Drawing, Label, clean_text
 from rankless.plan_picture.picture_data import PicturedPlan
 from rankless.plan_picture.picture_file import format_page
 from rankless.plan_picture.picture_layout import draw_plan

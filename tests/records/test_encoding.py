@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from rankless.cli.json_output import JsonHeader
 from rankless.launch.worker_output import TerminalStreams
-from rankless.records.elastic_messages import DriverMessage, WorkerMessage
+from rankless.records.elastic_driver_protocol import DriverMessage, WorkerMessage
 from rankless.records.encoding import encode_json, encode_msgpack
 from rankless.records.events import AnyRecord, Notice, Raised, open_channel, receive_records, send_record
 from rankless.records.job_programs import ProgramRecord
 from rankless.records.live_run import LiveRun
+from rankless.records.run_json_format import RunSummary
 from rankless.records.run_status import RunStatus
-from rankless.records.run_summary import RunSummary
-from rankless.records.server_activity import ServerActivity
+from rankless.records.server_traffic_counters import ServerActivity
 from rankless.records.verify_recording_format import ResultRecord
 from rankless.terminal.cursor_tracker import CursorTracker
 from tests.support.structs import values_of

@@ -9,7 +9,7 @@ from support.warm_runs import run_script
 from rankless.config.process_configs import WorkerConfig
 from rankless.launch.agent import SharedFiles
 from rankless.records.events import FileOpened
-from rankless.runtime.hooks.written_files_and_tensorboard import FileWriteMonitor
+from rankless.runtime.hooks.watch_written_files_and_silence_tensorboard import FileWriteMonitor
 from rankless.user_code import display_name
 
 WRITES = """

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.run_store import open_run_store
+from rankless.runtime.rendezvous.connect_to_run_store import open_run_store
 
 ADDRESS, TOKEN = "127.0.0.1", "a token that others do not know"
 SERVER = """

@@ -8,7 +8,7 @@ from support.warm_runs import run_script
 
 from rankless.launch.agent import SharedFiles
 from rankless.records.events import FileOpened
-from rankless.runtime.hooks.written_files_and_tensorboard import names_rank
+from rankless.runtime.hooks.watch_written_files_and_silence_tensorboard import names_rank
 
 SCRIPT = """
 import torch, rankless

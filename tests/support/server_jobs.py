@@ -6,7 +6,7 @@ from pathlib import Path
 from support.jobs import is_alive, kill_job, rankless, read_process_ids, start_rankless, wait_until
 from support.servers import SERVE, install_server
 
-from rankless.records.run_summary import RunSummary, decode_run_summary
+from rankless.records.run_json_format import RunSummary, decode_run_summary
 
 WAITING = """
 import json, os, signal

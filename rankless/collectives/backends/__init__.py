@@ -5,9 +5,9 @@ of `torch.distributed`, or None where the processes cannot share memory. Decisio
 
 The layers, from below: `shared_memory_mapping` maps memory that the ranks share, which they find through
 `store_exchange`, and `peer_liveness` sees which have ended. `futex_signals` counts, sleeps, waits and fails.
-`double_buffered_slots` divides the memory. `shared_reductions`, `shared_movement` and `message_transfers` are the
-algorithms. `operation_queue` keeps the order. `process_group` has torch's signatures and makes the group known to
-torch. `argument_conversion` checks the arguments. `hosts` has the groups of several hosts, which reduce within each
+`double_buffered_slots` divides the memory. `shared_reductions`, `shared_copying_collectives` and `message_transfers`
+are the algorithms. `operation_queue` keeps the order. `process_group` has torch's signatures and makes the group known
+to torch. `argument_conversion` checks the arguments. `hosts` has the groups of several hosts, which reduce within each
 host in this memory first.
 """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from rankless.collectives.backends.fused_reductions import FusedCall, FusedReductions
 from rankless.collectives.backends.group_failure_errors import Membership, make_mismatch_error
 from rankless.collectives.backends.reductions import find_reduced_dtype, view_as_reduced
-from rankless.collectives.backends.shared_movement import SharedMovement
+from rankless.collectives.backends.shared_copying_collectives import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
 from rankless.errors import CallError
 

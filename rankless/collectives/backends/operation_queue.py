@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rankless.errors import CollectiveError
-from rankless.records.collective_timer import COLLECTIVE_TIME
+from rankless.records.main_thread_time_in_collectives import COLLECTIVE_TIME
 
 Outputs = list[Any]
 

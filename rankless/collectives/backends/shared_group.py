@@ -15,8 +15,8 @@ from rankless.collectives.backends.group_failure_errors import Membership, make_
 from rankless.collectives.backends.message_transfers import MessageRing, PointToPoint, RingLayout
 from rankless.collectives.backends.operation_queue import OperationQueue
 from rankless.collectives.backends.peer_liveness import PeerProcesses, ProcessIdentity
+from rankless.collectives.backends.shared_copying_collectives import SharedMovement
 from rankless.collectives.backends.shared_memory_mapping import SharedRegion, open_shared_region
-from rankless.collectives.backends.shared_movement import SharedMovement
 from rankless.collectives.backends.shared_reductions import SharedReductions
 from rankless.collectives.backends.store_exchange import StoreExchange, do_nothing
 from rankless.collectives.shared_memory_file import host_identity

@@ -51,7 +51,7 @@ from rankless.compiler.tracing.value_snapshots import (
     snapshot,
 )
 from rankless.errors import CaptureError
-from rankless.ownership.extension_nn_modules import list_extension_packages
+from rankless.ownership.modules_with_states_elsewhere import list_extension_packages
 from rankless.user_code import is_user_code
 
 DYNAMIC_ACCESS_NAMES = frozenset(

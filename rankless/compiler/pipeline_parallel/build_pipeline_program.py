@@ -25,7 +25,7 @@ from rankless.compiler.pipeline_parallel.stages import PipelineOptions, place_ad
 from rankless.compiler.pipeline_parallel.step import PipelineRun, PipelineStep
 from rankless.compiler.pipeline_parallel.step_builder import StepBuilder
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage
 from rankless.compiler.sharding.redistribute import CollectiveRecord, count_bytes
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings
 from rankless.parallel.mesh import Mesh, MeshAxis

@@ -19,7 +19,7 @@ from rankless.compiler.ir.memory_order import find_memory_order, find_repeated_d
 from rankless.compiler.pipeline_parallel.microbatch_lowering import is_join
 from rankless.compiler.pipeline_parallel.node_phases import Phase, ProgramPartition, list_ancestors
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, StageWorkers, Unit
-from rankless.compiler.pipeline_parallel.transfers import TransferredValue
+from rankless.compiler.pipeline_parallel.stage_value_streams import TransferredValue
 from rankless.compiler.selected_rows.local_counts import SizeFromCounts
 from rankless.compiler.tracing.symbolic_sizes import list_traced_counts, size_hint
 

@@ -14,7 +14,7 @@ from rankless.compiler.pipeline_parallel.microbatch_lowering import is_join
 from rankless.compiler.pipeline_parallel.node_phases import is_drawing
 from rankless.compiler.pipeline_parallel.random_draws import OrderedDraw, RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS
-from rankless.compiler.pipeline_parallel.transfers import Streams
+from rankless.compiler.pipeline_parallel.stage_value_streams import Streams
 from rankless.compiler.rules.pattern import is_partial_sum
 from rankless.compiler.sharding.redistribute import Redistribution, RingShift
 from rankless.parallel.tensor_placement import Partial, Shard, is_absent

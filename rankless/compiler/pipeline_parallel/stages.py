@@ -26,7 +26,7 @@ from torch.utils.benchmark import Timer
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue
 from rankless.compiler.pipeline_parallel.random_draws import draws_numbers
 from rankless.compiler.pipeline_parallel.schedules import Schedule, StageWorkers
-from rankless.compiler.pipeline_parallel.transfers import Transport
+from rankless.compiler.pipeline_parallel.stage_value_streams import Transport
 from rankless.compiler.tensor_parallel import count_value_bytes
 from rankless.compiler.tracing.symbolic_sizes import size_hint
 from rankless.parallel.mesh import MeshAxis

@@ -11,7 +11,7 @@ from rankless.compiler.pipeline_parallel.data_flow import ValueKey
 from rankless.compiler.pipeline_parallel.microbatch_lowering import ArgumentExchange
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import Unit
-from rankless.compiler.pipeline_parallel.transfers import Streams, TransferredValue, Transport
+from rankless.compiler.pipeline_parallel.stage_value_streams import Streams, TransferredValue, Transport
 from rankless.compiler.scheduling.parameter_gathers import copy_if_shared
 
 

@@ -31,11 +31,11 @@ from rankless.compiler.pipeline_parallel.node_phases import ProgramPartition
 from rankless.compiler.pipeline_parallel.part_graphs import ADDING_VARIANTS, PartGraph, add_terms, take_sum
 from rankless.compiler.pipeline_parallel.random_draws import RandomDraws
 from rankless.compiler.pipeline_parallel.schedules import UNIT_KINDS, Unit
+from rankless.compiler.pipeline_parallel.stage_value_streams import TransferredValue
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions
 from rankless.compiler.pipeline_parallel.step import PartFunction, PipelineStep, StepOutput
-from rankless.compiler.pipeline_parallel.transfers import TransferredValue
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage, limit_group
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage, limit_group
 from rankless.compiler.scheduling.parameter_gathers import (
     GatheredValue,
     ParameterUse,

@@ -17,7 +17,7 @@ from rankless.collectives.mesh_collectives import await_end, start_all_reduce, s
 from rankless.compiler.ir.custom_ops import run_linear_weight
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.scheduling.gradient_and_state_memory import (
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import (
     EnsureOwnMemory,
     FlatMemory,
     GradientLayout,

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from rankless.collectives.mesh_collectives import start_all_gather
 from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, is_fresh
 from rankless.compiler.lowering.local_graph import LocalGraph
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage, limit_group
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage, limit_group
 from rankless.compiler.sharding.redistribute import CollectiveRecord
 from rankless.ownership.host_device_copies import copy_to_device
 from rankless.ownership.shard_layout import ShardGroup, ShardLayout, group_in_order

@@ -4,7 +4,7 @@ import argparse
 
 import msgspec
 
-from rankless.cli.foreign_launcher_parser import Flag, declare_script, parse_flags
+from rankless.cli.launcher_option_spellings import Flag, declare_script, parse_flags
 from rankless.config.environment import snapshot, whole_number
 
 

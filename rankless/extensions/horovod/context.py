@@ -15,7 +15,7 @@ from rankless.extensions.horovod.engine.operation_scheduler import OperationSche
 from rankless.extensions.horovod.engine.rendezvous import ConnectedRanks, connect_ranks
 from rankless.extensions.horovod.settings import Settings, read_settings
 from rankless.extensions.horovodrun.launched_worker import horovod_variables, rank_variables, read_rank_assignment
-from rankless.records.elastic_messages import RankAssignment, assign_ranks
+from rankless.records.elastic_driver_protocol import RankAssignment, assign_ranks
 from rankless.runtime.current_context import current_rendezvous
 from rankless.runtime.elastic_round import current_member
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo

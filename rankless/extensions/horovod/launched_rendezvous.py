@@ -22,9 +22,9 @@ from rankless.config import environment
 from rankless.config.hosts_and_addresses import interface_towards
 from rankless.errors import JoinError
 from rankless.extensions.horovodrun.launched_worker import HorovodWorker
-from rankless.records.elastic_messages import assign_ranks
+from rankless.records.elastic_driver_protocol import assign_ranks
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
-from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 from rankless.runtime.rendezvous.join_at_tcp_address import (
     CompletedRendezvous,
     JoinDeadline,

@@ -8,7 +8,7 @@ import msgspec
 
 from rankless.config import environment
 from rankless.errors import JoinError
-from rankless.records.elastic_messages import RankAssignment
+from rankless.records.elastic_driver_protocol import RankAssignment
 
 ADDRESS = "GLOO_RENDEZVOUS_ADDR"
 PORT = "GLOO_RENDEZVOUS_PORT"

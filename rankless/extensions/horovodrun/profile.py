@@ -14,7 +14,7 @@ from rankless.extensions.horovodrun.run_config import is_this_python
 from rankless.extensions.horovodrun.settings import HorovodrunSettings
 from rankless.launch.launcher_profile import LauncherProfile, VisibleDevices, WorkerLogFiles, log_file_of
 from rankless.launch.worker_output import SOURCES, FollowedFile
-from rankless.records.elastic_messages import RankAssignment
+from rankless.records.elastic_driver_protocol import RankAssignment
 from rankless.runtime.hooks.import_aliases import install
 
 STOP_GRACE_SECONDS = 5.0

@@ -3,7 +3,7 @@
 import msgspec
 
 from rankless.config.run_config import LauncherSpec, make_launcher_spec
-from rankless.records.elastic_messages import RankAssignment, assign_ranks
+from rankless.records.elastic_driver_protocol import RankAssignment, assign_ranks
 
 
 class NamedHost(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from rankless.extensions.servers.tables.row_store import RowStore
 from rankless.extensions.servers.tables.settings import Admission, Initial, Normal, TableSettings
 from rankless.extensions.servers.tables.table import Table
 from rankless.extensions.servers.training import PARTICIPANT
-from rankless.ownership.extension_nn_modules import ExtensionModule
+from rankless.ownership.modules_with_states_elsewhere import ExtensionModule
 
 
 class CapturedLookups:

@@ -16,7 +16,7 @@ from rankless.compiler.capture.capture import CapturedJob
 from rankless.compiler.ir.logical_program import LogicalProgram, ProgramInput, ProgramOutput
 from rankless.compiler.ir.looked_up_parameter import take_input
 from rankless.compiler.local_program import LocalProgram
-from rankless.compiler.scheduling.gradient_and_state_memory import GradientMemory, StateStorage
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import GradientMemory, StateStorage
 from rankless.compiler.tracing.recomputed_weights import RecomputedWeight, find_recomputed_weights
 from rankless.context.world import World
 from rankless.data.tensors_on_cpu_ranks import ReaderTensor, find_kinds_axis, share_values

@@ -12,10 +12,10 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.local_program import LocalProgram
 from rankless.compiler.pipeline_parallel.build_pipeline_program import build_pipeline_program
 from rankless.compiler.pipeline_parallel.schedules import INTERLEAVED_STAGES, StageWorkers, make_schedule
+from rankless.compiler.pipeline_parallel.stage_value_streams import GroupTransport
 from rankless.compiler.pipeline_parallel.stages import PipelineOptions, Stages, find_stages, measure_work
-from rankless.compiler.pipeline_parallel.transfers import GroupTransport
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.jobs.arguments import FlattenedArguments, find_batch_dim

@@ -22,7 +22,7 @@ from rankless.compiler.ir.logical_program import LogicalProgram
 from rankless.compiler.local_program import LocalProgram, build_local_program
 from rankless.compiler.lowering.value_check import OtherValueRead
 from rankless.compiler.probing.operator_probe import OperatorProbe
-from rankless.compiler.scheduling.gradient_and_state_memory import GradientMemory
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import GradientMemory
 from rankless.compiler.tracing.symbolic_sizes import SymbolicSizes, compile_guards
 from rankless.compiler.tracing.value_snapshots import is_equal, make_type_keys
 from rankless.context.world import World
@@ -31,7 +31,7 @@ from rankless.jobs.arguments import FlattenedArguments, find_leaf_names, get_sha
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, bind_program, collect_inputs, find_storage
 from rankless.jobs.programs.pipelines import Pipelines
-from rankless.jobs.programs.program_records import ProgramNotices
+from rankless.jobs.programs.program_recorder import ProgramNotices
 from rankless.jobs.programs.varying_sizes import (
     ArgumentDim,
     Shapes,

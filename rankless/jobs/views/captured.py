@@ -26,8 +26,8 @@ from rankless.jobs.job_definition import CallResult, JobDefinition
 from rankless.jobs.loss_weight_programs import LossWeightReader
 from rankless.jobs.model_sync_between_ranks import require_usable_models, sync_models, sync_tensors
 from rankless.jobs.programs.bound_program import BoundProgram, ModuleTensorReferences, collect_inputs, find_slot
-from rankless.jobs.programs.layer_divisions import find_layer_divisions
 from rankless.jobs.programs.program_cache import CacheLookup, ProgramCache, ProgramRun
+from rankless.jobs.programs.tensor_and_expert_divisions import find_layer_divisions
 from rankless.jobs.state_division import PlannedDivision, apply_plan
 
 

@@ -24,7 +24,7 @@ from rankless.jobs.views.logical import LogicalJobView, can_run_logically
 from rankless.jobs.views.mirrored import MirroredView
 from rankless.jobs.views.one_device import PlainView
 from rankless.jobs.views.uncaptured import UncapturedView
-from rankless.ownership.extension_nn_modules import list_extension_modules
+from rankless.ownership.modules_with_states_elsewhere import list_extension_modules
 from rankless.parallel.default_generator import restore_generators, save_generators
 
 

@@ -17,8 +17,8 @@ from rankless.launch.doctor.probe_protocol import (
 )
 from rankless.launch.doctor.remote_probes import HostProbes
 from rankless.launch.rendezvous.connect_and_measure import SECRET_BYTES
-from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
 from rankless.records.doctor_records import CheckResult, make_failure, make_pass, make_warning, with_place
+from rankless.records.host_connection_tests import ConnectionAttempt, ConnectionTarget, LinkSpeed
 from rankless.records.number_formatting import format_bit_rate, format_bytes, format_seconds
 
 SLOW_ROUND_TRIP_SECONDS = 0.01

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import msgspec
 
 from rankless.launch.rendezvous.host_consistency import HostFacts
-from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, LinkSpeed
 from rankless.records.doctor_records import AllReduceResult, CheckResult, StoreServedMessage, TorchImported
+from rankless.records.host_connection_tests import ConnectionAttempt, ConnectionTarget, LinkSpeed
 
 
 class CheckHost(msgspec.Struct, frozen=True, kw_only=True, tag="look"):

@@ -1,7 +1,7 @@
 """The membership of an elastic job: which workers exist, which are in the round, and what happens next.
 
 `JobMembership` starts nothing and sends nothing. The driver reports events to it, and `decide` returns the actions. See
-Note [rounds] in `records.elastic_messages`.
+Note [rounds] in `records.elastic_driver_protocol`.
 
 Note [which workers a round waits for]: after the end of a round, the next one starts when all wanted workers are ready.
 It waits for a replacement that is starting, because otherwise all members would have to form a new round a moment
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rankless.config.run_config import Elastic
-from rankless.records.elastic_messages import (
+from rankless.records.elastic_driver_protocol import (
     DriverMessage,
     HostsChanged,
     RankAssignment,

@@ -7,7 +7,7 @@ if `rankless.checkpoints` has loaded its position.
 
 from collections.abc import Callable
 
-from rankless.records.run_summary import RunFailure, RunSummary
+from rankless.records.run_json_format import RunFailure, RunSummary
 
 
 def run_with_restarts(run: Callable[[], RunSummary | None], *, restarts: int, notify: Callable[[str], None]) -> None:

@@ -1,6 +1,6 @@
 """Which workers continue after some were killed, in a run whose other processes have what a step needs of them.
 
-It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_messages`), and the protocol of
+It uses the rounds of elastic jobs (Note [rounds] in `records.elastic_driver_protocol`), and the protocol of
 `survivor_membership`.
 
 Host 0's agent decides for the workers of all hosts. The agents of other hosts pass messages on (`SurvivorRelay`).
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.config.hosts_and_addresses import LOOPBACK
-from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.other_hosts_interface import Peers
+from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.recovery.survivor_membership import (
     Asked,
     Ended,
@@ -35,7 +35,7 @@ from rankless.launch.recovery.survivor_membership import (
 from rankless.launch.rendezvous.other_hosts_during_run import LeaderPeer
 from rankless.launch.signal_reader import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
-from rankless.records.elastic_messages import (
+from rankless.records.elastic_driver_protocol import (
     DriverMessage,
     RoundEnded,
     RoundStarted,

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from rankless.records.connection_attempts import ConnectionAttempt, ConnectionOutcome, ConnectionTarget, LinkSpeed
 from rankless.records.framing import receive_exactly
+from rankless.records.host_connection_tests import ConnectionAttempt, ConnectionOutcome, ConnectionTarget, LinkSpeed
 
 CONNECT_TIMEOUT_SECONDS = 2.0
 SECRET_BYTES = 16

@@ -18,7 +18,6 @@ from typing import Literal
 
 import msgspec
 
-from rankless.launch.rendezvous.connect_to_host import HostUnreachableError, open_connection
 from rankless.launch.rendezvous.messages import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,
@@ -28,6 +27,7 @@ from rankless.launch.rendezvous.messages import (
     Heartbeat,
     ServerHello,
 )
+from rankless.launch.rendezvous.tcp_connect_and_reachability import HostUnreachableError, open_connection
 from rankless.records.encoding import encode_msgpack
 from rankless.records.framing import FrameDecoder, FrameFormat, FrameTooLongError
 

@@ -33,7 +33,7 @@ from rankless.launch.rendezvous.messages import (
     WorkerRecords,
 )
 from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted
-from rankless.records.pending_and_rejected_clients import NewClients
+from rankless.records.unauthenticated_client_limits import NewClients
 
 CLOSE_TIMEOUT_SECONDS = 1.0
 _ACCEPTS_PER_POLL = 64

@@ -8,9 +8,9 @@ from rankless.config.run_config import AgreedJobConfig
 from rankless.launch.other_hosts_interface import StopMode
 from rankless.launch.rendezvous.host_consistency import HostFacts
 from rankless.launch.worker_output import Source
-from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget
-from rankless.records.elastic_messages import DriverMessage, WorkerMessage
+from rankless.records.elastic_driver_protocol import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord
+from rankless.records.host_connection_tests import ConnectionAttempt, ConnectionTarget
 from rankless.records.live_run import ProcessRow
 
 PROTOCOL = 6

@@ -36,10 +36,10 @@ from rankless.launch.rendezvous.messages import (
     WorkerRecords,
 )
 from rankless.launch.worker_output import Source
-from rankless.records.elastic_messages import DriverMessage, WorkerMessage
+from rankless.records.elastic_driver_protocol import DriverMessage, WorkerMessage
 from rankless.records.events import NO_RANK, AnyRecord, HostInterrupted, HostLost, Notice
 from rankless.records.number_formatting import format_seconds
-from rankless.records.pending_and_rejected_clients import RejectedClients
+from rankless.records.unauthenticated_client_limits import RejectedClients
 
 
 class FollowerPeers(Peers):

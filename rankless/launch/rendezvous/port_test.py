@@ -33,7 +33,7 @@ from rankless.launch.rendezvous.messages import (
     PortsTried,
 )
 from rankless.launch.signal_reader import Interrupts
-from rankless.records.connection_attempts import ConnectionAttempt, ConnectionTarget, UsedPort
+from rankless.records.host_connection_tests import ConnectionAttempt, ConnectionTarget, UsedPort
 
 CONNECT_TIMEOUT_SECONDS = 5.0
 """For one connection: the kernel repeats its first packet after 1 and 3 s."""

@@ -181,7 +181,7 @@ def _make_cluster_options(cluster: Cluster) -> list[str]:
 
 def make_agent_command() -> str:
     """Return the shell command for the other host: the same folder, interpreter and flags as here."""
-    command = shlex.join(python_command("rankless.launch.remote_agent"))
+    command = shlex.join(python_command("rankless.launch.agent_started_by_ssh"))
     return f"cd {shlex.quote(os.getcwd())} && exec {command}"
 
 

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from rankless.config.run_config import AgreedJobConfig, Cluster
 from rankless.errors import JoinError
-from rankless.launch.rendezvous.connect_to_host import ReachabilityProbe
 from rankless.launch.rendezvous.control_server import (
     INTERRUPTED,
     ConnectionRejected,
@@ -20,8 +19,9 @@ from rankless.launch.rendezvous.control_server import (
 )
 from rankless.launch.rendezvous.host_consistency import HostFacts, find_differences
 from rankless.launch.rendezvous.messages import JobStarted, JoinProgress
+from rankless.launch.rendezvous.tcp_connect_and_reachability import ReachabilityProbe
 from rankless.launch.signal_reader import Interrupts, RendezvousInterrupted
-from rankless.records.pending_and_rejected_clients import RejectedClients
+from rankless.records.unauthenticated_client_limits import RejectedClients
 
 PROGRESS_SECONDS = 5.0
 

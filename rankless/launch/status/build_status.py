@@ -8,6 +8,7 @@ import msgspec
 from rankless.launch.status.read_counters import ProcessReading, RoleProcessReading, RunReading, WorkerReading
 from rankless.launch.watchdog.process_activity import MAX_IDLE_CPU_FRACTION, MAX_SWITCHES_PER_SECOND
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow
+from rankless.records.run_json_format import RunSummary
 from rankless.records.run_status import (
     RunStatus,
     ServerReport,
@@ -16,8 +17,7 @@ from rankless.records.run_status import (
     WorkerReport,
     WorkerState,
 )
-from rankless.records.run_summary import RunSummary
-from rankless.records.server_activity import ServerActivity
+from rankless.records.server_traffic_counters import ServerActivity
 from rankless.records.worker_status import WorkerStatus
 
 RATE_SECONDS = 10.0

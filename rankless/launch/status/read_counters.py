@@ -17,7 +17,7 @@ from rankless.launch.watchdog.process_activity import ProcessStats, read_process
 from rankless.launch.watchdog.stack_classifier import StackLocation, classify_stack
 from rankless.launch.watchdog.stacks import ask_thread, parse_main_stack
 from rankless.records.live_run import LiveRun, LiveWorker, ProcessRow
-from rankless.records.server_activity import SERVER_PAGE_NAME, ServerActivity
+from rankless.records.server_traffic_counters import SERVER_PAGE_NAME, ServerActivity
 from rankless.records.shared_record import read_record, read_sequence
 from rankless.records.worker_status import (
     NAME,

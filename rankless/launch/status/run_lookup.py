@@ -16,8 +16,8 @@ from rankless.errors import ConfigError
 from rankless.launch.status.build_status import report_ended
 from rankless.launch.status.read_counters import open_shared_file_of
 from rankless.records.live_run import LAYOUT, LIVE_RUN_NAME, LiveRun, current_system, is_agent_alive
+from rankless.records.run_json_format import AgentProcess, RunProgram, RunSummary, decode_run_summary
 from rankless.records.run_status import RunStatus
-from rankless.records.run_summary import AgentProcess, RunProgram, RunSummary, decode_run_summary
 from rankless.records.shared_record import read_record
 
 

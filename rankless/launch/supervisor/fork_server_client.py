@@ -20,14 +20,14 @@ from rankless.config.run_config import RunConfig
 from rankless.records.encoding import encode_json
 from rankless.records.events import open_channel
 from rankless.records.private_files import private_opener
-from rankless.runtime.linux_process_control import adopt_orphans, delayed_interrupts, descendants, end_descendants
-from rankless.runtime.process_start_messages import (
+from rankless.runtime.fork_and_spawn_server_messages import (
     MAX_DESCRIPTORS,
     open_current_folder,
     receive_process_id,
     receive_ready,
     send_host_config,
 )
+from rankless.runtime.linux_process_control import adopt_orphans, delayed_interrupts, descendants, end_descendants
 from rankless.runtime.subprocess_command import python_command
 
 
@@ -47,7 +47,7 @@ class WorkerParent(Protocol):
         ...
 
     def send(self, command: bytes) -> None:
-        """Send a command of `runtime.process_start_messages`."""
+        """Send a command of `runtime.fork_and_spawn_server_messages`."""
         ...
 
     def wake(self) -> None:
@@ -275,7 +275,7 @@ class ForkServerClient:
         return self._process.pid
 
     def send(self, command: bytes) -> None:
-        """Send a command of `runtime.process_start_messages`. Does nothing if the fork server is gone."""
+        """Send a command of `runtime.fork_and_spawn_server_messages`. Does nothing if the fork server is gone."""
         with contextlib.suppress(OSError):
             self._control.send(command)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rankless.config.extension_run_hooks import describe_processes
+from rankless.config.meaning_of_extension_options import describe_processes
 from rankless.config.run_config import RunConfig
 from rankless.records.events import WorkerCut
 from rankless.records.live_run import ProcessRow
@@ -19,7 +19,7 @@ from rankless.records.number_formatting import (
     format_sample_rate,
     format_seconds,
 )
-from rankless.records.run_summary import RunSummary
+from rankless.records.run_json_format import RunSummary
 
 MAX_LINE_CHARS = 300
 MAX_SECONDARY_LINES = 8

@@ -50,7 +50,7 @@ from rankless.records.events import (
     receive_records,
 )
 from rankless.records.worker_status import PAGE_BYTES, STACKS_REQUEST, read_page
-from rankless.runtime.process_start_messages import CUT, KILL, encode_signal
+from rankless.runtime.fork_and_spawn_server_messages import CUT, KILL, encode_signal
 
 POLL_SECONDS = 0.05
 STOP_GRACE_SECONDS = 1.0

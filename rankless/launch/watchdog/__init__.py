@@ -6,8 +6,8 @@ kind of evidence:
 - `phase_timeouts`: the table of the phases of a run, with the limits of each, and the usual time of a step;
 - `process_activity`: CPU time and context switches of each worker, from `/proc`;
 - `stacks` and `stack_classifier`: the Python stacks of stalled workers, and whether they wait in a collective;
-- `worker_monitor`: the `RankStatus` of each local rank;
-- `role_monitor`: the state of the processes beside the workers;
+- `worker_idleness_and_location`: the `RankStatus` of each local rank;
+- `processes_beside_workers`: the state of the processes beside the workers;
 - `hang_verdict`: which ranks are missing, also when a collective has timed out, and when to end the job;
 - `report`: the text for the terminal;
 - `slow_ranks`: which ranks take longer than others for their part of each step.

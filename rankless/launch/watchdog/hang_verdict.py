@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from rankless.config.extensions import list_extensions
 from rankless.launch.watchdog.phase_timeouts import BY_NAME as PHASES
 from rankless.launch.watchdog.process_activity import WAITS_FOR_DISK
-from rankless.launch.watchdog.role_monitor import ProcessStatus
+from rankless.launch.watchdog.processes_beside_workers import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import classify_stack
 from rankless.launch.watchdog.stacks import parse_traceback
 from rankless.records.events import Raised, RankStatus

@@ -20,7 +20,10 @@ MAX_SWITCHES_PER_SECOND = 25.0
 MAX_IDLE_CPU_FRACTION = 0.03
 """CPU time of an idle process, as a fraction of one core."""
 MAX_QUIET_CPU_FRACTION = 0.1
-"""CPU time of a process that polls, as a fraction of one core. See Note [rendezvous polls] in `worker_monitor`."""
+"""CPU time of a process that polls, as a fraction of one core.
+
+See Note [rendezvous polls] in `worker_idleness_and_location`.
+"""
 MAX_IDLE_BYTES_PER_SECOND = 4096.0
 """Bytes that an idle process and its children read and write. Logs and polls of files stay below it."""
 MAX_UPDATE_GAP_SECONDS = 5.0

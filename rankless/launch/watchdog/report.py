@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from rankless.launch.watchdog.hang_verdict import HangDiagnosis
 from rankless.launch.watchdog.phase_timeouts import BY_NAME as PHASES
 from rankless.launch.watchdog.phase_timeouts import StepRate
-from rankless.launch.watchdog.role_monitor import ProcessStatus
+from rankless.launch.watchdog.processes_beside_workers import ProcessStatus
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.records.events import RankStatus
 from rankless.records.number_formatting import format_ranks, format_seconds

@@ -13,8 +13,8 @@ from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.watchdog import load_part
 from rankless.launch.watchdog.phase_timeouts import StepRate
 from rankless.launch.watchdog.process_activity import ActivityTracker
-from rankless.launch.watchdog.role_monitor import ProcessMonitor, ProcessStatus
-from rankless.launch.watchdog.worker_monitor import WorkerMonitor, status_before_start, write_stacks
+from rankless.launch.watchdog.processes_beside_workers import ProcessMonitor, ProcessStatus
+from rankless.launch.watchdog.worker_idleness_and_location import WorkerMonitor, status_before_start, write_stacks
 from rankless.records.events import (
     NO_RANK,
     AnyRecord,

@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as groups
 
 from rankless.config import environment
 from rankless.config.process_configs import WorkerConfig
-from rankless.runtime.rendezvous.run_store import open_worker_store
+from rankless.runtime.rendezvous.connect_to_run_store import open_worker_store
 
 _CPU_BACKENDS = (None, "gloo", "cpu:gloo")
 _OWN_BACKENDS = ("shared_memory", "hierarchical")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rankless.collectives.shared_memory_file import host_identity
 from rankless.errors import JoinError
-from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 from rankless.runtime.rendezvous.join_at_tcp_address import (
     CompletedRendezvous,
     JoinDeadline,

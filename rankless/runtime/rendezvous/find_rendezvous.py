@@ -11,10 +11,10 @@ from rankless.config.environment import TorchrunWorker
 from rankless.config.hosts_and_addresses import LOOPBACK
 from rankless.config.process_configs import WorkerConfig
 from rankless.errors import JoinError
-from rankless.records.elastic_messages import RankAssignment
-from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.records.elastic_driver_protocol import RankAssignment
+from rankless.runtime.rendezvous.connect_to_run_store import open_worker_store
+from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 from rankless.runtime.rendezvous.join_at_tcp_address import join_tcp_rendezvous
-from rankless.runtime.rendezvous.run_store import open_worker_store
 
 JOIN_TIMEOUT_SECONDS = 1800.0
 OTHER_LAUNCHERS = {

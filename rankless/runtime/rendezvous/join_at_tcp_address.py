@@ -19,7 +19,7 @@ from rankless.collectives.shared_memory_file import host_identity
 from rankless.config.hosts_and_addresses import listen_on
 from rankless.errors import JoinError
 from rankless.records.number_formatting import format_ranks
-from rankless.runtime.rendezvous.init_arguments import RendezvousParameters
+from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 
 NOTICE_AFTER_SECONDS = 5.0
 POLL_SECONDS = 0.02

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from rankless.compiler.capture.result_structure import list_named_leaves
 from rankless.context.step_events import ObservedJob, StepParticipant
-from rankless.ownership.extension_nn_modules import find_extension_modules
+from rankless.ownership.modules_with_states_elsewhere import find_extension_modules
 from rankless.records.verify_recording_format import (
     TEXT,
     FinalTensorMetadata,

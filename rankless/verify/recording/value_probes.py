@@ -23,8 +23,8 @@ from rankless.compiler.ir.logical_program import LogicalProgram, LogicalValue, P
 from rankless.compiler.local_program import LocalProgram, generate_function
 from rankless.compiler.lowering.local_graph import LocalGraph
 from rankless.compiler.lowering.lower import LoweringPass
-from rankless.compiler.scheduling.gradient_and_state_memory import StateStorage
 from rankless.compiler.scheduling.gradient_buckets import schedule_gradients
+from rankless.compiler.scheduling.gradient_buckets_and_state_storage import StateStorage
 from rankless.compiler.scheduling.parameter_gathers import gather_parameters
 from rankless.compiler.sharding.redistribute import Redistribution
 from rankless.compiler.sharding.sharding_propagation import ShardedProgram, propagate_shardings

@@ -16,9 +16,9 @@ from rankless.extensions.fleetrun.parser import FLAGS, FleetrunFlags, list_argum
 from rankless.extensions.fleetrun.profile import ENDPOINTS, share_out
 from rankless.extensions.fleetrun.run_config import describe_ignored_options, fleetrun_program, fleetrun_request
 from rankless.extensions.fleetrun.tables import format_arguments_table, format_environment_table, format_worker_line
-from rankless.launch.agreed_job_setup import ReadyJob
 from rankless.launch.launcher_profile import load_profile, make_run_folder
 from rankless.launch.other_hosts_interface import Peers
+from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
 SCRIPT = Program(kind="script", target=__file__)

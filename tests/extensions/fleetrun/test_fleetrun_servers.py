@@ -19,10 +19,10 @@ from rankless.extensions.servers.config import RequestedServers, ServersConfig
 from rankless.extensions.servers.launch import server_hosts
 from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.server_process import make_server_launches
-from rankless.launch.agreed_job_setup import ReadyJob
+from rankless.launch.extension_process_role import WorkerContent
 from rankless.launch.launcher_profile import load_profile
 from rankless.launch.other_hosts_interface import Peers
-from rankless.launch.process_role_interface import WorkerContent
+from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.worker_configs import make_worker_configs
 
 SCRIPT = Program(kind="script", target=__file__)

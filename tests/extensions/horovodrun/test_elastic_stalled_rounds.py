@@ -1,7 +1,7 @@
 """A round of an elastic job without progress: when it is reported, and which worker is killed."""
 
 from rankless.extensions.horovodrun.elastic.driver import StalledRoundDetector, StallReport
-from rankless.records.elastic_messages import RankAssignment
+from rankless.records.elastic_driver_protocol import RankAssignment
 from rankless.records.events import RankState, RankStatus
 
 HOSTS = {3: "a", 5: "a", 8: "b"}

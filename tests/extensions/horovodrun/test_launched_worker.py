@@ -5,7 +5,7 @@ import pytest
 from rankless.config import environment
 from rankless.errors import JoinError
 from rankless.extensions.horovodrun.launched_worker import HorovodWorker, read_worker
-from rankless.records.elastic_messages import RankAssignment
+from rankless.records.elastic_driver_protocol import RankAssignment
 
 VARIABLES = {
     "GLOO_RENDEZVOUS_ADDR": "10.1.2.3",

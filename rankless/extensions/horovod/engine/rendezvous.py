@@ -30,8 +30,8 @@ from rankless.extensions.horovod.engine.messages import (
 )
 from rankless.extensions.horovod.exceptions import HorovodInternalError
 from rankless.records.number_formatting import format_ranks
-from rankless.records.pending_and_rejected_clients import NewClients
 from rankless.records.private_files import is_own_user
+from rankless.records.unauthenticated_client_limits import NewClients
 
 LOG_INTERVAL_SECONDS = 5.0
 ACCEPTS_PER_POLL = 64

@@ -20,7 +20,7 @@ from rankless.launch.ports import open_store_socket
 from rankless.launch.recovery.membership import ElasticWorker, RoundState
 from rankless.launch.worker_configs import ElasticSlot, make_elastic_worker
 from rankless.launch.worker_output import Source, WorkerOutputFollower, Write
-from rankless.records.elastic_messages import DriverMessage, RoundEnded, RoundStarted, WorkerMessage
+from rankless.records.elastic_driver_protocol import DriverMessage, RoundEnded, RoundStarted, WorkerMessage
 from rankless.records.events import AnyRecord
 
 

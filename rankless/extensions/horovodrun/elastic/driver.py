@@ -39,7 +39,7 @@ from rankless.launch.watchdog.hang_verdict import HangDiagnosis, diagnose
 from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting
 from rankless.launch.worker_output import Source, Write
-from rankless.records.elastic_messages import RankAssignment, RoundStarted, WorkerMessage, WorkerReady
+from rankless.records.elastic_driver_protocol import RankAssignment, RoundStarted, WorkerMessage, WorkerReady
 from rankless.records.events import (
     AnyRecord,
     Exited,

@@ -21,8 +21,8 @@ from rankless.launch.supervisor.fork_server_client import ForkServerClient
 from rankless.launch.watchdog.report import describe_status
 from rankless.launch.watchdog.stack_classifier import truncate_stack
 from rankless.launch.watchdog.watchdog import open_status_pages
-from rankless.launch.watchdog.worker_monitor import WorkerMonitor
-from rankless.records.elastic_messages import (
+from rankless.launch.watchdog.worker_idleness_and_location import WorkerMonitor
+from rankless.records.elastic_driver_protocol import (
     DriverMessage,
     WorkerMessage,
     open_message_channel,
@@ -30,7 +30,7 @@ from rankless.records.elastic_messages import (
     send_message,
 )
 from rankless.records.events import AnyRecord, Exited, HangDetected, RankStatus, Started, receive_records
-from rankless.runtime.process_start_messages import KILL, encode_signal, send_worker_launch
+from rankless.runtime.fork_and_spawn_server_messages import KILL, encode_signal, send_worker_launch
 
 
 class LocalWorkers:

@@ -35,7 +35,7 @@ from rankless.launch.rendezvous.messages import (
 )
 from rankless.launch.rendezvous.ssh import SSH_OPTIONS
 from rankless.launch.worker_output import Source, Write
-from rankless.records.elastic_messages import DriverMessage, WorkerMessage
+from rankless.records.elastic_driver_protocol import DriverMessage, WorkerMessage
 from rankless.records.events import AnyRecord, Exited, HostLost
 from rankless.runtime.subprocess_command import python_command
 

@@ -18,7 +18,7 @@ from rankless.errors import JoinError, RanklessError
 from rankless.extensions.servers.config import SERVER_ROLE, RequestedServers
 from rankless.extensions.servers.launch.addresses import reserve_address
 from rankless.extensions.servers.launch.server_hosts import divide_servers, place_copies
-from rankless.launch.process_role_interface import JoinedHosts
+from rankless.launch.extension_process_role import JoinedHosts
 from rankless.launch.rendezvous.control_server import ANSWER_TIMEOUT_SECONDS, announced_failures, receive_answers
 from rankless.launch.rendezvous.host_consistency import HostFacts, RoleFacts
 from rankless.launch.rendezvous.messages import RoleMessage

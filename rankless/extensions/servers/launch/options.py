@@ -3,8 +3,8 @@
 import importlib.util
 from collections.abc import Sequence
 
-from rankless.config.extension_run_hooks import GivenOptions, NamedWorkers, RunOptions, Settings
 from rankless.config.hosts_and_addresses import Endpoint, Host, is_here, parse_endpoint, read_endpoints
+from rankless.config.meaning_of_extension_options import GivenOptions, NamedWorkers, RunOptions, Settings
 from rankless.config.run_config import Cluster, RunRequest
 from rankless.errors import ConfigError
 from rankless.extensions.servers.config import (

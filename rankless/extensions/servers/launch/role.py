@@ -1,4 +1,4 @@
-"""The role of parameter servers: what `launch.process_role_interface` says of a role, for the servers of one host.
+"""The role of parameter servers: what `launch.extension_process_role` says of a role, for the servers of one host.
 
 Host 0 decides which servers are lost for good, and whether others have their tables, because it attributes failures
 (`LostServers`). It tells the other hosts, and each agent tells its workers through memory. See Note [copies of servers]
@@ -32,14 +32,14 @@ from rankless.extensions.servers.launch.options import find_requested
 from rankless.extensions.servers.launch.processes import ServerProcesses
 from rankless.extensions.servers.launch.server_hosts import describe_servers, find_own_servers
 from rankless.extensions.servers.launch.server_process import make_server_launches
+from rankless.launch.extension_process_role import JoinedHosts, ProcessRole, RoleHost, WorkerContent
 from rankless.launch.other_hosts_interface import Peers
-from rankless.launch.process_role_interface import JoinedHosts, ProcessRole, RoleHost, WorkerContent
 from rankless.launch.rendezvous.host_consistency import RoleFacts
 from rankless.launch.rendezvous.job_token import derive_role_token
 from rankless.launch.rendezvous.other_hosts_during_run import FollowerPeers, LeaderPeer
 from rankless.launch.signal_reader import Interrupts, name_signal
-from rankless.records.connection_attempts import UsedPort
 from rankless.records.events import NO_RANK, AnyRecord, HostLost, Notice, ProcessExited, ProcessLost
+from rankless.records.host_connection_tests import UsedPort
 from rankless.records.live_run import ProcessRow
 
 

@@ -23,7 +23,7 @@ from rankless.launch.signal_reader import name_signal
 from rankless.records.live_run import ProcessStage
 from rankless.records.number_formatting import format_seconds
 from rankless.records.private_files import private_opener
-from rankless.records.server_activity import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
+from rankless.records.server_traffic_counters import SERVER_PAGE_BYTES, SERVER_PAGE_NAME
 from rankless.records.shared_record import open_shared_file
 from rankless.runtime.linux_process_control import delayed_interrupts
 from rankless.runtime.subprocess_command import module_command

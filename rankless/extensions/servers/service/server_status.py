@@ -23,7 +23,7 @@ from rankless.extensions.servers.service.wire.messages import PREPARED, Kind, Me
 from rankless.extensions.servers.tables.compiled_functions import compiled
 from rankless.extensions.servers.tables.id_map import mix, shard_of
 from rankless.records.encoding import encode_json
-from rankless.records.server_activity import SERVER_PAGE_BYTES, ServerActivity, ShardActivity, TableActivity
+from rankless.records.server_traffic_counters import SERVER_PAGE_BYTES, ServerActivity, ShardActivity, TableActivity
 from rankless.records.shared_record import RecordWriter
 
 PUBLISH_SECONDS = 0.25

@@ -1,6 +1,6 @@
 """The tables of rows among a job's models, which all workers share.
 
-After a step they ask servers for the rows of the next call; see Note [early rows] in `context.row_prefetch_batches`.
+After a step they ask servers for the rows of the next call; see Note [early rows] in `context.upcoming_batches`.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from rankless.extensions.servers.training.shared_tables import SharedTables
 from rankless.jobs.job_definition import JobDefinition
 from rankless.jobs.programs.bound_program import BoundProgram, collect_inputs
 from rankless.jobs.programs.program_cache import CacheLookup
-from rankless.ownership.extension_nn_modules import list_extension_modules
+from rankless.ownership.modules_with_states_elsewhere import list_extension_modules
 
 
 class EarlyRows:

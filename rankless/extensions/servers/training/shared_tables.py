@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rankless.collectives.byte_messages import all_gather_bytes
-from rankless.context.row_prefetch_batches import UpcomingBatches
+from rankless.context.upcoming_batches import UpcomingBatches
 from rankless.context.world import World
 from rankless.extensions.servers.config import ServersConfig
 

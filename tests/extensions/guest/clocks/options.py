@@ -1,4 +1,4 @@
-from rankless.config.extension_run_hooks import NamedWorkers, RunOptions
+from rankless.config.meaning_of_extension_options import NamedWorkers, RunOptions
 from rankless.errors import ConfigError
 
 

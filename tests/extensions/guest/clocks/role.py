@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rankless.config.run_config import AgreedProcesses
 from rankless.errors import LaunchError
-from rankless.launch.process_role_interface import ProcessRole, WorkerContent
+from rankless.launch.extension_process_role import ProcessRole, WorkerContent
 from rankless.launch.rendezvous.host_consistency import RoleFacts
 from rankless.launch.signal_reader import RendezvousInterrupted
 from rankless.records.events import NO_RANK, ProcessExited

@@ -1,6 +1,6 @@
 import torch
 
-from rankless.ownership.extension_nn_modules import ExtensionModule
+from rankless.ownership.modules_with_states_elsewhere import ExtensionModule
 
 
 class Face(ExtensionModule):

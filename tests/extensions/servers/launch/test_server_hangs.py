@@ -25,8 +25,8 @@ from rankless.launch.signal_reader import Interrupts
 from rankless.launch.supervisor.failure_attribution import find_lost_process
 from rankless.launch.watchdog.hang_verdict import BLOCKED_SECONDS, blame_processes, diagnose
 from rankless.launch.watchdog.phase_timeouts import StepRate
+from rankless.launch.watchdog.processes_beside_workers import ProcessMonitor, ProcessStatus
 from rankless.launch.watchdog.report import format_report
-from rankless.launch.watchdog.role_monitor import ProcessMonitor, ProcessStatus
 from rankless.records.events import (
     NO_RANK,
     ProcessExited,
@@ -36,7 +36,7 @@ from rankless.records.events import (
     RankStatus,
 )
 from rankless.records.live_run import ProcessRow
-from rankless.records.run_summary import decode_run_summary
+from rankless.records.run_json_format import decode_run_summary
 
 WAITING = RankStatus(rank=0, time_ns=0, state="waits", doing="a request to the servers", idle_seconds=100.0)
 STOPPED = ProcessStatus(role="server", index=1, doing="does not answer: it is stopped by a signal", state="stopped")

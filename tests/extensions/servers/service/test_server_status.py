@@ -17,7 +17,7 @@ from rankless.extensions.servers.service.client import ServerClient
 from rankless.extensions.servers.service.server_status import encode_activity
 from rankless.extensions.servers.tables.id_map import mix, shard_of
 from rankless.extensions.servers.tables.settings import TableSettings
-from rankless.records.server_activity import (
+from rankless.records.server_traffic_counters import (
     SERVER_PAGE_BYTES,
     SERVER_PAGE_NAME,
     ServerActivity,

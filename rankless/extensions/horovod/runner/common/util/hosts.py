@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rankless.records.elastic_messages import assign_ranks
+from rankless.records.elastic_driver_protocol import assign_ranks
 
 HOST_PATTERN = re.compile(r"^\[?(?P<name>[^\s:\]]+|[0-9a-fA-F:]+)\]?:(?P<slots>\d+)$")
 LINE_PATTERN = re.compile(r"^(?P<name>\S+)(\s+slots\s*=\s*(?P<slots>\d+))?$")

@@ -20,7 +20,7 @@ from rankless.records.events import (
     ProcessState,
 )
 from rankless.records.live_run import ProcessRow
-from rankless.records.server_activity import ServerActivity
+from rankless.records.server_traffic_counters import ServerActivity
 from rankless.records.shared_record import read_record
 
 _IDLE_SECONDS = 1.5

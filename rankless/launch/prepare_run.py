@@ -17,10 +17,10 @@ from rankless.config.backend_and_fault_tolerance import (
 )
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.authenticated_tcp_store import StoreServer
+from rankless.launch.extension_process_role import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.launcher_profile import LauncherProfile, make_run_id
 from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.ports import open_store_socket, reserve_master_port
-from rankless.launch.process_role_interface import ProcessRole, RoleHost, WorkerContent, open_roles
 from rankless.launch.signal_reader import Interrupts
 
 

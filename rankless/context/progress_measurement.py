@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from rankless.context.loader_passes import AccumulationPass
+from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.step_events import ObservedJob, StepParticipant
 from rankless.records.events import AnyRecord, Progress
 

@@ -12,8 +12,8 @@ import msgspec
 
 from rankless.config.extensions import find_extension
 from rankless.errors import JoinError, LaunchError, RanklessError
+from rankless.launch.extension_process_role import ProcessRole
 from rankless.launch.other_hosts_interface import Peers
-from rankless.launch.process_role_interface import ProcessRole
 from rankless.launch.rendezvous.control_server import INTERRUPTED
 from rankless.launch.rendezvous.messages import JoinRefused, ProcessesStarted, StartRefused
 from rankless.launch.rendezvous.other_hosts_during_run import FollowerPeers, LeaderPeer

@@ -26,7 +26,7 @@ from rankless.records.live_run import ProcessRow
 if TYPE_CHECKING:  # most runs have one host
     from rankless.launch.rendezvous.control_server import ControlServer
     from rankless.launch.rendezvous.host_consistency import HostFacts, RoleFacts
-    from rankless.records.connection_attempts import UsedPort
+    from rankless.records.host_connection_tests import UsedPort
 
 
 @dataclass(frozen=True, kw_only=True)

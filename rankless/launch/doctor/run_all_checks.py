@@ -25,8 +25,8 @@ from rankless.launch.doctor.probe_protocol import (
     StartCollectiveProcess,
 )
 from rankless.launch.doctor.remote_probes import HostProbes
-from rankless.launch.rendezvous.connect_to_host import describe_reachability
 from rankless.launch.rendezvous.host_consistency import MAX_CLOCK_SKEW_SECONDS, find_differences
+from rankless.launch.rendezvous.tcp_connect_and_reachability import describe_reachability
 from rankless.records.doctor_records import (
     AllReduceResult,
     CheckResult,

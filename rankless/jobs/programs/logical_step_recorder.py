@@ -10,11 +10,11 @@ from torch import Tensor
 
 from rankless.compiler.ir.operator_origin import OperatorOrigin
 from rankless.compiler.sharding.redistribute import CollectiveRecord
-from rankless.context.loader_passes import AccumulationPass
+from rankless.context.accumulation_passes import AccumulationPass
 from rankless.context.step_events import ObservedJob, StepParticipant
 from rankless.context.world import CompiledProgramRecorder
 from rankless.data.batch_tree import iterate_leaves
-from rankless.jobs.programs.program_records import WHOLE, describe_collective, format_sharding
+from rankless.jobs.programs.program_recorder import WHOLE, describe_collective, format_sharding
 from rankless.logical_view.call_observers import NAMES, OBSERVERS, CallKind, CallObserver
 from rankless.logical_view.tensor import DividedTensor
 from rankless.plain_script.step_notifications import ScriptSteps
