@@ -17,7 +17,7 @@ help:
 	@echo "make docs    set up, then build the documentation site into build/docs; warnings are errors"
 	@echo "make gpu     set up, run the tests that need a GPU; without one all are skipped"
 	@echo "make soak    set up, run every test there is, also those that CI leaves out; resumable, hours; writes docs/soak.md [SOAK=path]"
-	@echo "make soak-torch  run CI's tests of compiler, jobs, collectives and verify on each other supported PyTorch [VERSIONS='2.12 2.14'] [SOAK=path]"
+	@echo "make soak-torch  run CI's tests of compiler, jobs, views, collectives and verify on each other supported PyTorch [VERSIONS='2.12 2.14'] [SOAK=path]"
 	@echo "make dist    set up, build the source archive and the wheels of all packages into dist, and check them"
 	@echo "make bench   set up, then measure against torchrun and DistributedDataParallel [BENCH=name] [JSON=file]"
 

@@ -1,6 +1,6 @@
 """Run tests on the other supported versions of PyTorch: `make soak-torch`.
 
-These are CI's tests of compiler, jobs, collectives and verify.
+These are CI's tests of compiler, jobs, the logical view and plain scripts, collectives and verify.
 
 Each version gets an environment of its own, with all packages of requirements/locked.txt beside torch. The environments
 lie in `.soak/torch`, or where TORCH_ENVIRONMENTS says; each takes up to 6 GB, because newer and older versions come as
@@ -28,7 +28,7 @@ from support.soak import ROOT, Counts, Part, Result
 
 from rankless.torch_versions import PINNED, SUPPORTED
 
-FOLDERS = ("tests/collectives", "tests/jobs", "tests/compiler", "tests/verify")
+FOLDERS = tuple(f"tests/{name}" for name in ("collectives", "jobs", "compiler", "logical", "plain_script", "verify"))
 COUNTS, PAGE = ROOT / "docs/torch-versions.json", ROOT / "docs/torch-versions.md"
 CI_TESTS = ("-m", "not exhaustive")
 TOGETHER = 25
@@ -37,9 +37,9 @@ TEST_SECONDS = 600
 INTRODUCTION = f"""# PyTorch versions
 
 Rankless supports PyTorch {SUPPORTED[0]} to {SUPPORTED[-1]}. CI runs all tests on {PINNED}. On the other versions
-`make soak-torch` runs CI's tests of compiler, jobs, collectives and verify. [torch-versions.json](torch-versions.json)
-has the counts of each file. With PyTorch 2.11 and 2.12 there are no process groups in shared memory; their tests are
-skipped.
+`make soak-torch` runs CI's tests of compiler, jobs, the logical view and plain scripts, collectives and verify.
+[torch-versions.json](torch-versions.json) has the counts of each file. With PyTorch 2.11 and 2.12 there are no process
+groups in shared memory; their tests are skipped.
 
 | PyTorch | files run | tests | failed | skipped | run |
 |---|---|---|---|---|---|
