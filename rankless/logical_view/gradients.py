@@ -41,7 +41,8 @@ from rankless.user_code import caller_line
 
 RUN_BACKWARD = torch.autograd.backward
 RUN_GRAD = torch.autograd.grad
-APPLY = vars(torch.autograd.Function)["apply"].__func__
+APPLY: Any = vars(torch.autograd.Function)["apply"]
+"""A class method in Python; since PyTorch 2.14 one in C++."""
 TRANSFORMS = [
     (module, name, vars(module)[name])
     for module, name in (
@@ -91,7 +92,7 @@ class LogicalBackward:
             (torch, "tensor", mark_new(torch.tensor, "aten::tensor")),
             (torch, "asarray", mark_new(torch.asarray)),
             (torch.autograd.Variable, "__new__", staticmethod(mark_new(torch.autograd.Variable.__new__))),
-            (torch.autograd.Function, "apply", classmethod(self._run_whole(APPLY))),
+            (torch.autograd.Function, "apply", classmethod(self._run_whole(apply_function))),
             *((module, name, self._run_whole(run)) for module, name, run in TRANSFORMS),
             *((Tensor, name, take_whole_values(name)) for name in ("data", "grad")),
             (torch.utils, "swap_tensors", self._swap),
@@ -312,6 +313,11 @@ class LogicalBackward:
                 f"{caller_line()}: torch.compile has no effect on divided batches: functions run uncompiled (correct)"
             )
         return COMPILE(*args, **kwargs)
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """Run PyTorch's own `apply` of a custom function."""
+    return APPLY.__get__(None, function)(*args, **kwargs)
 
 
 def is_traced() -> bool:
