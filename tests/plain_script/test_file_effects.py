@@ -29,6 +29,10 @@ def list_cases(script: Path) -> list[str]:
     ]
 
 
+QUIET = {"PYTHONWARNINGS": "ignore::FutureWarning"}
+"""PyTorch 2.14 warns of `torch.jit`, and a worker's output has both its streams."""
+
+
 def read_files(folder: Path) -> Files:
     """Return the content of each file, and a mark for each folder and link, by relative path."""
     found = {}
@@ -40,7 +44,7 @@ def read_files(folder: Path) -> Files:
 
 
 def run_plain(folder: Path, script: Path) -> tuple[Files, list[str]]:
-    environment = job_environment({"OMP_NUM_THREADS": "1"})
+    environment = job_environment({"OMP_NUM_THREADS": "1"} | QUIET)
     command = [sys.executable, str(script)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
     return read_files(folder), done.stdout.splitlines()
@@ -49,7 +53,7 @@ def run_plain(folder: Path, script: Path) -> tuple[Files, list[str]]:
 def run_logical(folder: Path, script: Path, *options: str, **environment: str) -> tuple[Files, list[str]]:
     logs = folder.with_name(f"{folder.name}-log")
     options = ("--logical", *options, "--quiet", "--log-dir", str(logs))
-    done = rankless("run", *options, str(script), folder=folder, **environment)
+    done = rankless("run", *options, str(script), folder=folder, **environment, **QUIET)
     assert done.returncode == 0, done.stderr + done.stdout
     assert "both write" not in done.stderr
     return read_files(folder), done.stdout.splitlines()

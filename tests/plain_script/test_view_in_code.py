@@ -62,7 +62,7 @@ def test_a_script_without_a_loader_runs_whole_and_gets_one_notice(tmp_path: Path
     assert job.returncode == 0, job.stderr
     assert job.stdout == run_plain(tmp_path).stdout
     assert job.stderr.count(ADVICE) == 1
-    assert "rankless: script.py:16: every worker computes whole batches" in job.stderr
+    assert "rankless: script.py:15: every worker computes whole batches" in job.stderr
 
 
 def test_shard_batch_divides_what_a_script_makes_itself(tmp_path: Path):
