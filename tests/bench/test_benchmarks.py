@@ -173,6 +173,7 @@ def test_lookups_and_steps_of_tables_and_of_embeddings_are_timed(part: str, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_growth_of_a_table_is_measured(tmp_path: Path):
     command = [sys.executable, str(SCRIPTS / "table_growth.py"), "--ids", "200000", "--dim", "16"]
     commands.run([*command, "--json", "growth.json"], threads=1, folder=str(tmp_path))

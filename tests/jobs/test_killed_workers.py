@@ -91,6 +91,7 @@ def test_no_more_workers_are_lost_than_the_option_allows(tmp_path: Path):
     assert "rankless: rank 1 was killed by signal 9 (SIGKILL)\n" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_with_as_many_as_at_the_start_the_first_killed_worker_ends_the_run(tmp_path: Path):
     done = run_killed(tmp_path, "norm and dropout", "1:3:0", "--min-workers", "3")
     assert done.returncode == 137

@@ -66,7 +66,7 @@ def require_same(folder: Path, expected: dict, *, left: int) -> None:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 def test_no_form_of_a_script_trains_otherwise(tmp_path_factory: pytest.TempPathFactory, form: str, level: str):
     expected = run_alone(tmp_path_factory.mktemp("alone"), form, level)
     drawn = random.Random(f"{form} {level}")

@@ -84,7 +84,7 @@ CASES = {
         "OSError: [Errno 28] No space left on device at",
     ),
 }
-SAMPLE = ("in a library", "from another one", "in a backend of torch.compile")
+SAMPLE = ("in a library", "from another one")
 
 
 def first_failure(script: str, folder: Path) -> tuple[str, str]:

@@ -85,6 +85,7 @@ def test_the_root_cause_is_named_whatever_text_it_holds(tmp_path: Path) -> None:
     assert summary.failure.error == "raised ValueError: no such file: caf\\udce9.png\0\x1b[2J"
 
 
+@pytest.mark.exhaustive
 def test_an_error_whose_text_cannot_be_made_is_named(tmp_path: Path) -> None:
     script = (
         GROUP

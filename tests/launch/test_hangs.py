@@ -206,6 +206,7 @@ def test_a_rank_missing_while_it_reads_its_batch_is_named(tmp_path):
     assert "rank 0 waits in" in verdict
 
 
+@pytest.mark.exhaustive
 def test_a_rank_missing_from_a_checked_collective_is_named(tmp_path):
     script = """
 import time, torch, rankless

@@ -96,6 +96,7 @@ def test_the_id_is_enough_in_any_folder(held: Path, tmp_path: Path):
     assert run_id in [each["run_id"] for each in read_status(folder=tmp_path)]
 
 
+@pytest.mark.exhaustive
 def test_two_runs_at_once_are_both_shown_and_one_can_be_chosen(held: Path, tmp_path: Path):
     job = start_script(HOLDING, "-n", "2", "--no-warm", "--quiet", "--hang-timeout", "0", folder=tmp_path)
     try:

@@ -94,7 +94,7 @@ def test_slow_ranks_change_nothing(slow, workers, plain, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci_sample(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("slow", [0, None, 1])
 def test_threads_processes_and_data_sets(slow, tmp_path):
     plain = tmp_path / "plain"

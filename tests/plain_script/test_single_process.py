@@ -179,12 +179,14 @@ def test_the_exit_code_is_that_of_plain_python(end: str, shown: str, tmp_path: P
     assert "[rank" not in job.stdout + job.stderr
 
 
+@pytest.mark.exhaustive
 def test_rank_0_comes_to_its_end_after_an_exception_that_all_raise(tmp_path: Path):
     job = run_logical(TRAINING + LATE_END, tmp_path)
     assert job.returncode == 1
     assert job.stdout.splitlines()[-1] == "cleaned up"
 
 
+@pytest.mark.exhaustive
 def test_data_parallel_runs_its_module_on_whole_batches(tmp_path: Path):
     job = run_logical(TRAINING + DATA_PARALLEL, tmp_path)
     assert job.returncode == 0, job.stderr
@@ -227,6 +229,7 @@ def test_verify_checks_a_plain_script_in_the_logical_view(script: str, workers: 
     assert report["largest_loss_difference"] < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_verify_still_finds_copies_of_one_training(tmp_path: Path):
     (tmp_path / "train.py").write_text(GAN)
     options = ["-n", "2", "--devices", "cpu", "--separate", "--seed", "1"]

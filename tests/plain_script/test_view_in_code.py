@@ -92,6 +92,7 @@ def test_a_loop_over_a_loader_of_rankless_divides_its_batches(tmp_path: Path):
     assert ADVICE not in job.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_uses_torch_distributed_may_ask_for_the_view(tmp_path: Path):
     start = "import rankless, torch.distributed as dist\nprint(dist.is_initialized())\nrankless.logical()"
     text = MADE_BATCHES.format(start=start, batch="(x, y)", end="rankless.logical()")

@@ -239,6 +239,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_process_group_uses_the_requested_port_twice_in_a_row(tmp_path: Path):
     port = str(free_port())
     for _ in range(2):
