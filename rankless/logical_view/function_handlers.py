@@ -380,7 +380,8 @@ def embed_bags(bags: Tensor, weight: Tensor, offsets: Tensor | None = None, *arg
     """
     given = EMBEDDING_BAG.bind(bags, weight, offsets, *args, **kwargs).arguments
     depends_on_others = any(map(given.get, ("max_norm", "scale_grad_by_freq", "include_last_offset")))
-    if offsets is None or not is_divided(offsets, 0) or depends_on_others or is_transformed():
+    can_divide = bags.dim() == 1 and not depends_on_others and not is_transformed()
+    if offsets is None or not can_divide or not is_divided(offsets, 0):
         found: Tensor = call(F.embedding_bag, (bags, weight, offsets, *args), kwargs)
         return found
     view, rows, own_offsets = offsets.ranks, offsets.placement, offsets.take_part()
