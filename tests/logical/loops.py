@@ -45,7 +45,7 @@ class Square(torch.autograd.Function):
 BAGS: tuple[dict[str, Any], ...] = (
     *({}, {"mode": "sum"}, {"mode": "max"}, {"padding_idx": 3}, {"sparse": True}, {"include_last_offset": True}),
     *({"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"mode": "sum", "weighs": True}, {"words": 0, "starts": 0}),
-    {"mode": "sum", "sparse": True, "padding_idx": -1},
+    *({"mode": "sum", "sparse": True, "padding_idx": -1}, {"ids_first": False}),
 )
 
 
@@ -57,7 +57,8 @@ def sum_bags(batch: Tensor, *, words: int = 23, starts: Any = None, weighs: bool
     offsets = (batch.detach()[:, 0] * 0 + (given if starts is None else starts)).to(dtype)
     bags = (torch.arange(words) * 7 % 10).to(dtype)
     weights = torch.arange(1.0, words + 1).requires_grad_() if weighs else None
-    found = F.embedding_bag(bags, table, offsets, per_sample_weights=weights, **options)
+    order = (bags, table) if options.pop("ids_first", True) else (table, bags)  # which PyTorch took once
+    found = F.embedding_bag(*order, offsets, per_sample_weights=weights, **options)
     (found * torch.arange(1.0, len(found) + 1).unsqueeze(1)).sum().backward()
     gradient = table.grad.to_dense() if options.get("sparse") else table.grad
     return found, gradient, None if weights is None else weights.grad, table.detach()
