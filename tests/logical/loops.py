@@ -52,7 +52,7 @@ BAGS: tuple[dict[str, Any], ...] = (
 def sum_bags(batch: Tensor, *, words: int = 23, starts: Any = None, weighs: bool = False, **options: Any) -> Any:
     """Return the sums of bags of words, one bag for each row, and the gradients; some bags are empty."""
     dtype = torch.int32 if options.get("sparse") else torch.int64
-    table = torch.arange(20.0).view(10, 2).sin().requires_grad_()
+    table = torch.arange(60.0).view(30, 2).sin().requires_grad_()  # more rows than there are words
     given = torch.tensor([0, 2, 2, 9, 14, 15, 23 - 5 * ("include_last_offset" not in options)])
     offsets = (batch.detach()[:, 0] * 0 + (given if starts is None else starts)).to(dtype)
     bags = (torch.arange(words) * 7 % 10).to(dtype)
