@@ -160,7 +160,8 @@ def _dispatch(arguments: Sequence[str] | None) -> int:
         return _run_command(given[0], given[1:])
     parser = make_main_parser()
     scripts = [word for word in given if word.endswith(".py")]
-    if scripts and (given[0].startswith("-") or given[0] in scripts):
+    is_option = bool(given) and given[0].startswith("-") and given[0] not in ("-h", "--help", "--version")
+    if scripts and (is_option or given[0] in scripts):
         parser.error(f"expected a command before {given[0]}: rankless run {shlex.join(given)}")
     if given and not given[0].startswith("-"):
         nearest = difflib.get_close_matches(given[0], summarize_commands(), n=1)

@@ -73,7 +73,7 @@ def notify_if_undivided(view: LogicalView) -> Callable[[str], None]:
     def count(kind: str) -> None:
         counts[kind] += 1
         if counts[kind] == 2 and view.plans.is_empty:
-            counts.update(dict.fromkeys(("step", "backward"), 2))
+            counts.update(dict.fromkeys(("step", "backward"), 2))  # which adds: neither is the second again
             view.notify(
                 f"{script_line(sys._getframe(1))}: every worker computes whole batches (correct, but not faster with "
                 "more workers): read the data with a DataLoader, or divide a batch with x = rankless.shard_batch(x)"

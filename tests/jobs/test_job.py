@@ -30,6 +30,21 @@ def test_an_optimizer_with_unknown_parameters_raises():
         make_test_job(lambda x: x, nn.Linear(2, 2), optimizer=torch.optim.SGD(nn.Linear(3, 3).parameters()))
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "found"),
+    [
+        (torch.optim.SGD, r"the class SGD\n.*make one: SGD\(model.parameters\(\), …\)"),
+        ([torch.optim.Adam], "the class Adam"),
+        (nn.Linear(2, 2).parameters(), "Parameter\n.*pass the optimizer itself"),
+        (0.1, "float\n.*pass the optimizer itself"),
+    ],
+    ids=["a class", "a list of classes", "parameters", "a rate"],
+)
+def test_what_is_no_optimizer_raises_with_the_fix(optimizer, found):
+    with pytest.raises(ConfigError, match=f"found:    {found}"):
+        make_test_job(lambda x: x, nn.Linear(2, 2), optimizer=optimizer)
+
+
 @pytest.mark.parametrize("model", [[torch.zeros(2)], {"two words": nn.Linear(2, 2)}], ids=["a tensor", "a bad name"])
 def test_a_model_that_is_no_module_raises(model):
     with pytest.raises(ConfigError, match="model="):
