@@ -53,6 +53,7 @@ class WholeValues:
         require_all: Called with what is about to be gathered. Raises if not all workers will take part.
         run: Makes what workers compute together outside of jobs, again if one of them is lost. Default: it does not.
         copy_holders: For each worker the one with copies of its shards; none without. See Note [copies of shards].
+        within: Gathers the shards themselves, which are divided along an inner axis, too.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class WholeValues:
         require_all: Callable[[str], None],
         run: RunTogether = run_directly,
         copy_holders: Sequence[int] = (),
+        within: "WholeValues | None" = None,
     ) -> None:
-        self.group, self.copy_holders = group, copy_holders
+        self.group, self.copy_holders, self._within = group, copy_holders, within
         self.copied_workers = [worker for worker, holder in enumerate(copy_holders) if holder == group.rank]
         """Those of whose shards this worker has copies."""
         self._require_all, self._run = require_all, run
@@ -151,12 +153,15 @@ class WholeValues:
         """Forget the whole values that the script holds on no worker. Collective if there are any."""
         if not self._open:
             return
-        # Workers may free memory at different times. They must agree on what they will gather.
-        is_used = torch.tensor(
+        # Workers may free memory at different times. They must agree on what they will gather, also with those along
+        # inner axes, who gather the shards of a value before.
+        used = torch.tensor(
             [has_other_users(partition.whole) for partition in self._open], dtype=torch.uint8, device="cpu"
-        )
-        used = all_reduce_maximum(is_used.to(self._open[0].device), among=self.group).tolist()
-        for partition, keeps in zip(self._open, used, strict=True):
+        ).to(self._open[0].device)
+        values: WholeValues | None = self
+        while values is not None:
+            used, values = all_reduce_maximum(used, among=values.group), values._within
+        for partition, keeps in zip(self._open, used.tolist(), strict=True):
             if not keeps:
                 partition.whole = None
         self._open = [partition for partition in self._open if partition.whole is not None]
