@@ -122,6 +122,11 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
         help="How few workers may be left after others were killed. A run of jobs on CPUs continues without them, as "
         "the same training. Default: 1, and one of each kind.",
     )
+    parser.add_argument(
+        "--no-replace",
+        action="store_true",
+        help="Continue with fewer workers, instead of replacing a killed one by a copy of another one of its host.",
+    )
     add_copies_option(parser)
     parser.add_argument(
         "--restarts",
@@ -223,6 +228,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
             cluster=cluster,
             hang_timeout_seconds=arguments.hang_timeout,
             min_workers=arguments.min_workers,
+            replaces_workers=not arguments.no_replace,
             copies=arguments.copies,
             restarts=arguments.restarts,
             grace_seconds=arguments.grace_seconds,

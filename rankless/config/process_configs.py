@@ -37,6 +37,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the script runs in the logical view: it knows no ranks, and its batches are divided."""
     zero: ZeroLevel | None = None
     """The training state that is sharded in the logical view."""
+    replaces_workers: bool = False
+    """Whether a copy of another worker takes the place of a killed one."""
     hosts_of_copies: tuple[int, ...] = ()
     """The index of each worker's host, if workers keep copies of others' shards; else none."""
     progress: bool = True

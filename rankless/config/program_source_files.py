@@ -4,6 +4,7 @@ import ast
 import hashlib
 import importlib.machinery
 import os
+import re
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from rankless.config.run_config import Program
 
 MOST_FILES = 100
+_RANKS = re.compile(rb"rank(?!less)|is_main|main_process|process_index", re.IGNORECASE)
 
 
 class SourceFile(NamedTuple):
@@ -43,6 +45,11 @@ def names_rankless(program: Program) -> bool:
 def names_word(program: Program, word: str) -> bool:
     """Whether the text of the program, or of what it imports from beside it, has this word."""
     return any(word.encode() in file.text for file in own_files(program))
+
+
+def names_ranks(program: Program) -> bool:
+    """Whether the text of the program, or of what it imports from beside it, tells ranks from each other."""
+    return any(_RANKS.search(file.text) for file in own_files(program))
 
 
 def digest_source(program: Program) -> str:

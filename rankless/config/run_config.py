@@ -172,6 +172,10 @@ class AgreedJobConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of the run beside its workers, by the name of the extension that they belong to."""
     most_lost_workers: int = 0
     """How many killed workers the run tolerates."""
+    replaces_workers: bool = False
+    """Whether a copy of another worker of its host takes the place of a killed one."""
+    copies_first_worker: bool = False
+    """Whether the first worker may be copied, because the script does not name ranks."""
     copies: int = 0
     """How many other workers have a copy of what one worker alone has of states."""
     is_logical: bool = False
@@ -347,6 +351,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds without progress after which the job ends; None learns them, 0 never ends it."""
     min_workers: int | None = None
     """How many workers must be left after others were killed; None for one, where it can continue without others."""
+    replaces_workers: bool = True
+    """Whether a copy of another worker of its host takes the place of a killed one, where it can."""
     copies: int = 0
     """How many other processes have a copy of what one worker, or one server, alone has of the training's state."""
     restarts: int = 0

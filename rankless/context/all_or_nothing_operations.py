@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from sys import exception
 from typing import Any, Literal, Protocol, TypeVar
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -60,8 +61,19 @@ class Outcome(msgspec.Struct, frozen=True):
     """Whether ranks cannot go on after it."""
 
 
+class ReaderProcesses(Protocol):
+    """Processes of a loader, which this process starts again after another worker was lost."""
+
+    def stop(self) -> None:
+        """End them."""
+        ...
+
+
 class Recovery(Protocol[AnyWorld]):
     """Makes operations of all workers that go on without those that are lost; see Note [operations] in `world`."""
+
+    readers: "WeakSet[ReaderProcesses]"
+    """The processes that read batches for this one."""
 
     @property
     def world(self) -> AnyWorld:

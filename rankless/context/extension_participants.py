@@ -178,6 +178,11 @@ class JointEvents:
         return self._by_module.values()
 
     @property
+    def has_participants(self) -> bool:
+        """Whether an extension takes part."""
+        return bool(self._by_module)
+
+    @property
     def workers(self) -> Mesh | None:
         """All workers, if each makes steps on batches of its own."""
         return next((each.workers for each in self._participants if each.workers is not None), None)

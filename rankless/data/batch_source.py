@@ -408,6 +408,8 @@ class BatchSource:
         # One check suffices for torch's samplers. A user's sampler, collation or stream may diverge at any batch.
         always = self._order.is_stream or self._options.has_custom_order
         reader = _FollowingReader(self, batches, requests, current)
+        if world.recovery is not None and requests is not None:
+            world.recovery.readers.add(reader)
         agreed_on: Mesh | None = None
         while True:
             reader.take_next(world.of_last_operation.mesh)
@@ -495,6 +497,11 @@ class _FollowingReader:
         self._source.mesh = mesh
         self.read = _take_next(self.batches)
         return self.read
+
+    def stop(self) -> None:
+        """End the reader processes: a later batch is of another mesh, and needs new ones."""
+        if stop := getattr(self.batches, "_shutdown_workers", None):  # PyTorch does so at the end of an iterator
+            stop()
 
     def _must_restart(self, mesh: Mesh) -> bool:
         """Return whether a rank was lost, and the others divide batches anew. Beside heterogeneous workers none do."""

@@ -141,7 +141,7 @@ class GatherMonitor:
             record(Notice(rank=rank, time_ns=time.monotonic_ns(), text=text))
 
         timer = threading.Timer(WAIT_SECONDS, warn)
-        timer.daemon = True
+        timer.daemon, timer.name = True, "rankless wait"
         timer.start()
         try:
             yield

@@ -39,6 +39,7 @@ from rankless.records.events import AnyRecord, FileOpened, Notice, ProcessRestar
 from rankless.records.live_run import ProcessRow, identify_agent
 from rankless.records.number_formatting import format_count
 from rankless.records.run_json_format import RunSummary
+from rankless.runtime.fork_and_spawn_server_messages import encode_adoption
 from rankless.terminal import process_title
 from rankless.terminal.cursor_tracker import CursorTracker, share_terminal
 
@@ -207,6 +208,8 @@ class HostRun:
         """Those whose rank's output of the time before them is on the terminal after the next `pump`."""
         self._on_record: Callable[[AnyRecord], None] = lambda _record: None
         self._has_parent_ended = False
+        self._shown_instead: list[tuple[int, str]] = []
+        """Lost workers, and the log file of another one that the terminal shows instead."""
         self._traceback_ends: dict[int, int] = {}
         """The size of a rank's log file with the traceback that ends the rank."""
 
@@ -271,6 +274,8 @@ class HostRun:
         self._parent = parent = self._start(fork_server)
         if self._survivors is not None:
             self._survivors.channels.forget_worker_ends()
+            self._survivors.channels.know_launches(self._workers)
+            self._survivors.channels.on_replaced = lambda rank, pid: parent.send(encode_adoption(rank, pid))
         self._on_record = on_record
         try:
             supervisor = Supervisor(
@@ -331,6 +336,14 @@ class HostRun:
         for before, after in zip(shown, left, strict=False):
             if after.path not in {stream.path for stream in shown}:
                 self._terminal.add(after, position=count_common_bytes(before.path, after.path))
+                self._shown_instead.append((lost, after.path))
+
+    def _show_replaced_worker(self, first: int) -> None:
+        """Show the output of a worker that was replaced, and no more that of others instead of it."""
+        for lost, path in self._shown_instead:
+            if lost >= first:
+                self._terminal.remove(path)
+        self._shown_instead = [each for each in self._shown_instead if each[0] < first]
 
     def cover_processes(self, records: Sequence[AnyRecord]) -> Sequence[AnyRecord]:
         """See `RunObserver`."""
@@ -363,8 +376,9 @@ class HostRun:
     def tick(self) -> list[AnyRecord]:
         """See `RunObserver`."""
         peers = self._job.peers
-        if self._survivors is not None:
-            self._survivors.tick()
+        notices = [] if self._survivors is None else self._survivors.tick()
+        if self._survivors is not None and self._shown_instead:
+            self._show_replaced_worker(self._survivors.first)
         for role in self._job.roles:
             role.tick()
         if self._has_parent_ended or self._table.is_due(time.monotonic()):
@@ -376,7 +390,7 @@ class HostRun:
         self._show_notices()
         self.live.set_processes(self._list_rows())
         self.live.publish()
-        return self._watchdog.tick(time.monotonic())
+        return [*notices, *self._watchdog.tick(time.monotonic())]
 
     def _show_notices(self) -> None:
         for text in self._due_notices:

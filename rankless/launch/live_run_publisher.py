@@ -58,7 +58,7 @@ class LiveRunPage:
         if not 0 <= record.rank < len(workers):
             return
         if isinstance(record, Started):
-            changed = msgspec.structs.replace(workers[record.rank], process_id=record.pid)
+            changed = msgspec.structs.replace(workers[record.rank], process_id=record.pid, exit_code=None)
         elif isinstance(record, ScriptFinished):
             changed = msgspec.structs.replace(workers[record.rank], has_finished=True)
         else:

@@ -15,6 +15,7 @@ from rankless.config.backend_and_fault_tolerance import (
     choose_backend,
     count_most_lost,
 )
+from rankless.config.program_source_files import names_ranks
 from rankless.config.run_config import AgreedJobConfig, RunConfig
 from rankless.launch.authenticated_tcp_store import StoreServer
 from rankless.launch.extension_process_role import ProcessRole, RoleHost, WorkerContent, open_roles
@@ -132,6 +133,8 @@ def make_start(
         workers=tuple(map(len, devices)),
         backend=backend.name,
         most_lost_workers=most_lost if backend.name in ABORTABLE else 0,
+        replaces_workers=request.replaces_workers and not request.options,
+        copies_first_worker=not names_ranks(config.program),
         copies=request.copies,
         is_logical=config.view.is_logical,
         zero=config.view.zero,

@@ -309,7 +309,7 @@ def _record_end(report: RunReport, outcome: RunOutcome, code: int) -> None:
 
 
 def _describe_success(summary: RunSummary) -> str:
-    lost, text = summary.lost_workers, "all workers ended"
+    lost, text = summary.lost_workers - summary.replaced_workers, "all workers ended"
     if lost:
         text += f" but {lost}, which {'were' if lost > 1 else 'was'} killed before"
     for each in summary.processes:

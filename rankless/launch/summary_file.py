@@ -25,6 +25,7 @@ from rankless.records.events import (
     ProcessExited,
     ProcessLost,
     ScriptFinished,
+    Started,
     WorkerCut,
 )
 from rankless.records.private_files import private_opener
@@ -104,6 +105,9 @@ class SummaryFile:
             return
         if isinstance(record, Exited) and record.survivors is not None:
             self.summary = msgspec.structs.replace(self.summary, lost_workers=self.summary.lost_workers + 1)
+        if isinstance(record, Started) and rank.exit_code is not None:
+            rank = msgspec.structs.replace(rank, exit_code=None)
+            self.summary = msgspec.structs.replace(self.summary, replaced_workers=self.summary.replaced_workers + 1)
         if isinstance(record, Exited):
             rank = msgspec.structs.replace(rank, exit_code=record.exit_code, peak_memory_bytes=record.peak_memory_bytes)
         elif isinstance(record, ScriptFinished):

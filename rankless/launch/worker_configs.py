@@ -180,6 +180,7 @@ def _make_launch(
         observation=start.observation,
         is_logical=start.is_logical,
         zero=start.zero,
+        replaces_workers=start.replaces_workers,
         hosts_of_copies=start.hosts_of_copies,
         progress=config.request.progress,
         interface=position.interface,

@@ -252,6 +252,12 @@ class WorkerOutputFollower:
             lines = PrefixedLines(stream.prefix or "", _file_writer(copy), filters=stream.filters)
             self._tails.append(FileTail(stream.path, lines))
 
+    def remove(self, path: str) -> None:
+        """Show nothing of a file from now on."""
+        for tail in self._tails_of(path):
+            tail.close()
+            self._tails.remove(tail)
+
     def measure(self) -> None:
         """Have the next `pump` show only what has been written by now."""
         for tail in self._tails:

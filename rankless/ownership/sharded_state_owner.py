@@ -88,8 +88,8 @@ class ShardedStateOwner(StateOwner):
         if isinstance(self._within, ShardedStateOwner):
             self._within._outer = self
         self._run = run
-        inner = within._values if isinstance(within, ShardedStateOwner) else None
-        self._values = WholeValues(axis, require_all, run, copy_holders, inner)
+        inner: WholeValues | None = within._values if isinstance(within, ShardedStateOwner) else None
+        self._values: WholeValues = WholeValues(axis, require_all, run, copy_holders, inner)
         self._shared = SharedMemoryShards(axis)
         self._shares_values = shares_values
         self._own_version = 0

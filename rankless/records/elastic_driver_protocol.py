@@ -35,6 +35,8 @@ class WorkerReady(msgspec.Struct, frozen=True, kw_only=True, tag="worker_ready")
     """The last round of this worker; 0 if there was none."""
     has_state: bool = False
     """Whether the worker has the state that all ranks of its last round have, so it needs no broadcast."""
+    progress: int = 0
+    """How many operations of the script have counted for it."""
 
 
 class StateSynced(msgspec.Struct, frozen=True, kw_only=True, tag="state_synced"):
@@ -76,12 +78,32 @@ class WorkerDismissed(msgspec.Struct, frozen=True, kw_only=True, tag="worker_dis
     """The job has no slot for this worker any more. The worker ends with exit code 0."""
 
 
-WorkerMessage = WorkerReady | StateSynced
+class ReplacementWanted(msgspec.Struct, frozen=True, kw_only=True, tag="replacement_wanted"):
+    """A worker that waits for a round is to fork a process that takes the place of a lost one."""
+
+    lost: int
+    """The number of the lost worker."""
+    launch: bytes = b""
+    """The `WorkerLaunch` of the lost worker, which the agent of its host adds."""
+    descriptors: tuple[int, ...] = ()
+    """The new worker's end of its channel, and its status page if it has one: descriptors of the receiver."""
+
+
+class ReplacementEnded(msgspec.Struct, frozen=True, kw_only=True, tag="replacement_ended"):
+    """A worker has forked a process for a lost one, or has not."""
+
+    lost: int
+    process_id: int | None = None
+    reason: str = ""
+    """Why there is no process."""
+
+
+WorkerMessage = WorkerReady | StateSynced | ReplacementEnded
 """From a worker to the driver."""
-DriverMessage = RoundStarted | RoundEnded | HostsChanged | WorkerDismissed
+DriverMessage = RoundStarted | RoundEnded | HostsChanged | WorkerDismissed | ReplacementWanted
 """From the driver to a worker."""
 
-_MAX_MESSAGE_BYTES = 1 << 16
+_MAX_MESSAGE_BYTES = 1 << 18
 _SOCKET_TYPE = getattr(socket, "SOCK_SEQPACKET", socket.SOCK_DGRAM)
 
 
@@ -90,15 +112,23 @@ def open_message_channel() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, _SOCKET_TYPE)
 
 
-def send_message(end: socket.socket, message: WorkerMessage | DriverMessage) -> None:
-    """Send one message. Raises `OSError` if the other end is closed."""
-    end.send(encode_msgpack(message))
+def send_message(
+    end: socket.socket, message: WorkerMessage | DriverMessage, *, descriptors: Sequence[int] = ()
+) -> None:
+    """Send one message, with descriptors for the process that receives it. Raises `OSError` if it is gone."""
+    socket.send_fds(end, [encode_msgpack(message)], list(descriptors))
 
 
 def receive_driver_message(end: socket.socket) -> DriverMessage | None:
     """Return the driver's next message, or None once the driver is gone. Blocks as `end` does."""
-    data = _receive(end)
-    return msgspec.msgpack.decode(data, type=DriverMessage) if data else None
+    try:
+        data, descriptors, _flags, _address = socket.recv_fds(end, _MAX_MESSAGE_BYTES, 2)
+    except ConnectionError:
+        return None
+    message = msgspec.msgpack.decode(data, type=DriverMessage) if data else None
+    if isinstance(message, ReplacementWanted):
+        return msgspec.structs.replace(message, descriptors=tuple(descriptors))
+    return message
 
 
 def receive_worker_message(end: socket.socket) -> WorkerMessage | None:
@@ -106,16 +136,11 @@ def receive_worker_message(end: socket.socket) -> WorkerMessage | None:
 
     Raises `BlockingIOError` if there is none yet, and `MsgspecError` for data that is no message.
     """
-    data = _receive(end)
-    return msgspec.msgpack.decode(data, type=WorkerMessage) if data else None
-
-
-def _receive(end: socket.socket) -> bytes:
-    """Return the next message as it was sent; b"" once the other end is gone."""
     try:
-        return end.recv(_MAX_MESSAGE_BYTES)
+        data = end.recv(_MAX_MESSAGE_BYTES)
     except ConnectionError:
-        return b""
+        return None
+    return msgspec.msgpack.decode(data, type=WorkerMessage) if data else None
 
 
 def assign_ranks(hosts: Sequence[Hashable]) -> list[RankAssignment]:

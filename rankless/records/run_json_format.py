@@ -96,6 +96,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """How often each server was started again after it had died, in their order."""
     lost_workers: int = 0
     """How many workers were killed while the others continued."""
+    replaced_workers: int = 0
+    """How many of them were replaced by a copy of another one."""
     torch: str | None
     """The version of PyTorch; None if it is not installed."""
     python: str

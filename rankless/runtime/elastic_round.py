@@ -13,10 +13,14 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 from rankless.config import environment
-from rankless.config.process_configs import WorkerConfig
+from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.records.elastic_driver_protocol import (
     HostsChanged,
+    ReplacementEnded,
+    ReplacementWanted,
     RoundEnded,
     RoundStarted,
     StateSynced,
@@ -27,6 +31,7 @@ from rankless.records.elastic_driver_protocol import (
     send_message,
 )
 from rankless.runtime.fast_exit import AGENT_LISTENER
+from rankless.runtime.fork_replacement import fork_replacement
 from rankless.runtime.rendezvous.connect_to_run_store import open_run_store
 from rankless.runtime.rendezvous.find_rendezvous import RendezvousInfo
 from rankless.terminal import process_title
@@ -90,7 +95,7 @@ class ElasticMember:
 
     def __init__(self, end: socket.socket, config: WorkerConfig) -> None:
         self._end, self._config = end, config
-        self._rounds: queue.SimpleQueue[RoundStarted | WorkerDismissed | None] = queue.SimpleQueue()
+        self._rounds: queue.SimpleQueue[RoundStarted | ReplacementWanted | WorkerDismissed | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._listeners: list[HostsChangedListener] = []
         self._change: HostsChanged | None = None
@@ -100,7 +105,23 @@ class ElasticMember:
         self.round: Round | None = None
         self.keeps_state = False
         """Whether this process leaves its round with the state that all members have, so that nobody need send it."""
+        self.progress = 0
+        """How many operations of the script have counted."""
+        self.explain_obstacle: Callable[[], str] = str
+        """Returns why this process cannot be copied in the place of a lost one; "" if it can."""
+        self._start_listening()
+
+    def _start_listening(self) -> None:
         threading.Thread(target=self._listen, name=AGENT_LISTENER, daemon=True).start()
+
+    def take_process(self, config: WorkerConfig) -> None:
+        """Be the connection of the process that takes the place of a worker, under the same descriptor."""
+        while not self._rounds.empty():
+            message = self._rounds.get()
+            for descriptor in message.descriptors if isinstance(message, ReplacementWanted) else ():
+                os.close(descriptor)  # another copy of the same worker gets them
+        self._config, self._lock, self._rounds = config, threading.Lock(), queue.SimpleQueue()
+        self._start_listening()
 
     def join_next_round(self, join: Callable[[Round], _Joined]) -> _Joined:
         """Return what `join` returns for the next round of which this process is a member.
@@ -125,7 +146,8 @@ class ElasticMember:
         """Wait for the next round of which this process is a member. Raises SystemExit if there will be none."""
         while True:
             self._leave()
-            message = self._rounds.get()
+            while isinstance(message := self._rounds.get(), ReplacementWanted):
+                self._make_replacement(message)
             if not isinstance(message, RoundStarted):
                 raise SystemExit(0 if message is not None else 1)
             if message.interface is not None:
@@ -181,12 +203,36 @@ class ElasticMember:
             if listener in self._listeners:
                 self._listeners.remove(listener)
 
+    def _make_replacement(self, wanted: ReplacementWanted) -> None:
+        """Fork a process for a lost worker. The new one asks for a round as this one has done."""
+
+        def report(process_id: int) -> None:
+            self._send(ReplacementEnded(lost=wanted.lost, process_id=process_id))
+
+        reason, is_new = self.explain_obstacle(), False
+        try:
+            if not reason:
+                launch = msgspec.json.decode(wanted.launch, type=WorkerLaunch)
+                is_new = fork_replacement(launch, wanted.descriptors, report)
+        except OSError as error:
+            reason = f"no process could be forked ({error.strerror or error})"
+        if is_new:
+            self.keeps_state = True
+            self._leave()
+            return
+        for descriptor in wanted.descriptors:
+            os.close(descriptor)
+        if reason:
+            self._send(ReplacementEnded(lost=wanted.lost, reason=reason))
+
     def _leave(self) -> None:
         with self._lock:
             left, self.round = self.round, None
         if left is not None:
             left.close()
-        message = WorkerReady(last_round=0 if left is None else left.number, has_state=self.keeps_state)
+        message = WorkerReady(
+            last_round=0 if left is None else left.number, has_state=self.keeps_state, progress=self.progress
+        )
         self.keeps_state = False
         self._send(message)
 
@@ -196,7 +242,7 @@ class ElasticMember:
 
     def _give_up_soon(self, ended: Round) -> None:
         timer = threading.Timer(GIVE_UP_SECONDS, self._give_up, (ended,))
-        timer.daemon = True
+        timer.daemon, timer.name = True, AGENT_LISTENER
         timer.start()
 
     def _give_up(self, ended: Round) -> None:
@@ -207,7 +253,7 @@ class ElasticMember:
 
     def _listen(self) -> None:
         while (message := receive_driver_message(self._end)) is not None:
-            if isinstance(message, RoundStarted | WorkerDismissed):
+            if isinstance(message, RoundStarted | ReplacementWanted | WorkerDismissed):
                 self._rounds.put(message)
             elif isinstance(message, RoundEnded):
                 with self._lock:

@@ -30,6 +30,8 @@ class FastExit:
         self._process_id = 0
         self._exit_code = 0
         self._inherited_modules: frozenset[int] = frozenset()
+        self._has_threads = True
+        """Whether other threads may still need the script's modules."""
         atexit.register(self._end)
 
     def arm(self) -> None:
@@ -44,6 +46,10 @@ class FastExit:
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no public way to them
             finalizer.atexit = False
 
+    def take_process(self) -> None:
+        """End this process early in any case: C++ libraries would wait for threads that it does not have."""
+        self._process_id, self._has_threads = os.getpid(), False
+
     def set_exit_code(self, exit_code: int) -> None:
         """Set the code with which the process exits."""
         self._exit_code = exit_code
@@ -51,7 +57,7 @@ class FastExit:
     def _end(self) -> None:
         # Daemon threads would run on in modules that are being emptied. The interpreter can stop them, this cannot.
         others = [each for each in threading.enumerate() if each.name != AGENT_LISTENER]
-        if os.getpid() != self._process_id or len(others) > 1:
+        if os.getpid() != self._process_id or (self._has_threads and len(others) > 1):
             return
         new = {name: module for name, module in sys.modules.items() if id(module) not in self._inherited_modules}
         users = [module for name, module in new.items() if _is_users_module(name, module)]

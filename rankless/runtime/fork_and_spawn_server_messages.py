@@ -34,6 +34,10 @@ KILL = b"K"
 CUT = b"C"
 """Command on the control pipe: shut down the workers' connections to other ranks, so that waiting collectives raise."""
 
+ADOPT = b"A"
+"""Command on the control pipe: another process has forked a worker. Its rank and its process id follow."""
+
+_ADOPTED = struct.Struct("<iq")
 _SIGNAL = 0x80
 MAX_LAUNCH_BYTES = 1 << 18
 
@@ -72,6 +76,24 @@ def receive_process_id(pool: socket.socket) -> int | None:
 def encode_signal(number: int) -> bytes:
     """Return the command on the control pipe that sends the workers signal `number`."""
     return bytes([_SIGNAL | number])
+
+
+def encode_adoption(rank: int, process_id: int) -> bytes:
+    """Return the command on the control pipe that tells of a worker that another one has forked."""
+    return ADOPT + _ADOPTED.pack(rank, process_id)
+
+
+def split_adoptions(commands: bytes) -> tuple[list[tuple[int, int]], bytes]:
+    """Return rank and process id of each worker that another one has forked, and the other commands."""
+    adopted, others, place = list[tuple[int, int]](), b"", 0
+    while place < len(commands):
+        if commands[place : place + 1] == ADOPT:
+            adopted.append(_ADOPTED.unpack_from(commands, place + 1))
+            place += _ADOPTED.size
+        else:
+            others += commands[place : place + 1]
+        place += 1
+    return adopted, others
 
 
 def decode_signals(commands: bytes) -> Iterator[int]:

@@ -30,7 +30,13 @@ from rankless.config.program_source_files import names_rankless, names_word
 from rankless.records.encoding import encode_json
 from rankless.records.events import Exited, Notice, Started, send_record
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.fork_and_spawn_server_messages import CUT, KILL, decode_signals, receive_worker_launch
+from rankless.runtime.fork_and_spawn_server_messages import (
+    CUT,
+    KILL,
+    decode_signals,
+    receive_worker_launch,
+    split_adoptions,
+)
 from rankless.runtime.hooks.import_aliases import is_alias_active
 from rankless.runtime.linux_process_control import (
     EndedChild,
@@ -162,6 +168,8 @@ class ForkServer:
     def __init__(self, config: HostConfig) -> None:
         self._config = config
         self._workers: dict[int, int] = {}
+        self._orphans: dict[int, EndedChild] = {}
+        """Ended children that were no workers, or none yet, by process id."""
         self._control = socket.socket(fileno=config.control_descriptor)
         self._control.setblocking(False)
         self._wakeup, self._wakeup_end = socket.socketpair()
@@ -185,10 +193,15 @@ class ForkServer:
                     if end is not None:
                         end.close()
                 return start_forked_worker(launch, self._config, fast_exit)
-        rank = launch.config.rank
-        self._workers[process_id] = rank
-        self._send(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=launch.config.log_file))
+        self._take(launch.config.rank, process_id, launch.config.log_file)
         return None
+
+    def _take(self, rank: int, process_id: int, log_file: str) -> None:
+        """Take a process for a worker, whose end is to be reported."""
+        self._workers[process_id] = rank
+        self._send(Started(rank=rank, time_ns=time.monotonic_ns(), pid=process_id, log_file=log_file))
+        if process_id in self._orphans:
+            self._report_exit(self._orphans.pop(process_id))
 
     def serve(self, *, fast_exit: FastExit | None) -> WorkerProcess | None:
         """Report how workers end, and do what the agent demands, until no descendant is left.
@@ -245,12 +258,17 @@ class ForkServer:
 
     def _execute_commands(self) -> None:
         try:
-            commands = self._control.recv(64)
+            commands = self._control.recv(4096)
         except BlockingIOError:
             return
         except OSError:
             commands = b""  # as at the end of file: the agent is gone
-        if not commands or KILL in commands:
+        is_gone = not commands
+        adopted, commands = split_adoptions(commands)
+        log_files = {launch.config.rank: launch.config.log_file for launch in self._config.workers}
+        for rank, process_id in adopted:
+            self._take(rank, process_id, log_files[rank])
+        if is_gone or KILL in commands:
             self._end_all()
             return
         if CUT in commands:
@@ -277,7 +295,9 @@ class ForkServer:
 
     def _report_exit(self, ended: EndedChild) -> None:
         rank = self._workers.pop(ended.process_id, None)
-        if rank is not None:
+        if rank is None:
+            self._orphans[ended.process_id] = ended
+        else:
             exit_code, now = os.waitstatus_to_exitcode(ended.status), time.monotonic_ns()
             self._send(Exited(rank=rank, time_ns=now, exit_code=exit_code, peak_memory_bytes=ended.peak_memory_bytes))
 

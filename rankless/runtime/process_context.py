@@ -35,6 +35,7 @@ from rankless.jobs.programs.program_recorder import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
+from rankless.runtime.fork_replacement import call_in_replacement
 from rankless.runtime.process_groups import make_world_group, make_world_mesh
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.find_rendezvous import (
@@ -45,7 +46,7 @@ from rankless.runtime.rendezvous.find_rendezvous import (
 from rankless.runtime.rendezvous.init_address_and_rank import RendezvousParameters
 from rankless.runtime.rendezvous.join_at_tcp_address import join_tcp_rendezvous
 from rankless.runtime.status_and_stack_writer import publish_totals
-from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world
+from rankless.runtime.worker_recovery import WorkerRecovery, join_round_world, leave_round_world
 from rankless.user_code import caller_line
 from rankless.verify.recording.input_digests import InputDigests
 from rankless.verify.recording.job_memory_and_modules_outside_jobs import survey_script
@@ -94,7 +95,15 @@ class ProcessContext:
             member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
         recovery = None
         if member is not None:
-            recovery = WorkerRecovery(member, joint, join_round=self.join_round, enter=self.enter)
+            recovery = WorkerRecovery(
+                member,
+                joint,
+                replaces=config is not None and config.replaces_workers,
+                leave_round=lambda: leave_round_world(self.world),
+                join_round=self.join_round,
+                enter=self.enter,
+            )
+            call_in_replacement(self._take_place)
         self.world = World(
             mesh=workers if joint.workers is None else Mesh.solo(mesh.device),
             joint=joint,
@@ -214,6 +223,10 @@ class ProcessContext:
         assert self._config is not None
         world, self._end_group = join_round_world(self.world, joined, self._config.backend)
         return world
+
+    def _take_place(self, config: WorkerConfig) -> None:
+        """Be the context of the worker whose place this process takes."""
+        self._config, self.process_id, self.local_rank = config, os.getpid(), config.local_rank
 
     def enter(self, world: World) -> None:
         """Use the world of a round from now on."""

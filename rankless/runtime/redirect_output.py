@@ -38,18 +38,26 @@ def redirect_output(log_file: str, error_log_file: str | None, *, on_loss: Calla
 
     With an `error_log_file`, standard error goes there, and nothing is buffered.
     """
-    log = _open(log_file, on_loss)
-    error_log = log if error_log_file is None else _open(error_log_file, on_loss)
     nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (error_log, 2)):
-        os.dup2(source, target)
-        os.set_inheritable(target, True)
-    for descriptor in {log, error_log, nothing}:
-        os.close(descriptor)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    send_output_to(log_file, error_log_file, on_loss=on_loss)
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]  # the interpreter itself does so at its start
     unbuffered = error_log_file is not None
     sys.stdout = sys.__stdout__ = _open_stream(1, name="<stdout>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _open_stream(2, name="<stderr>", unbuffered=unbuffered, on_loss=on_loss)  # type: ignore[misc]
+
+
+def send_output_to(
+    log_file: str, error_log_file: str | None, *, on_loss: Callable[[str], None] = lambda _reason: None
+) -> None:
+    """Send what this process writes to its standard output and error, also through open streams, to other files."""
+    log = _open(log_file, on_loss)
+    error_log = log if error_log_file is None else _open(error_log_file, on_loss)
+    for source, target in ((log, 1), (error_log, 2)):
+        os.dup2(source, target)
+    for descriptor in {log, error_log}:
+        os.close(descriptor)
 
 
 def take_terminal(descriptors: Sequence[int]) -> None:

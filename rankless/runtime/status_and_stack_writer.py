@@ -45,6 +45,7 @@ from rankless.records.worker_status import (
     TIMED_SAMPLES,
     stack_dump_signal,
 )
+from rankless.runtime.fork_replacement import call_in_replacement
 
 MAX_FRAMES = 100
 """The frames of a thread that are written, from the innermost one, as by the fault handler."""
@@ -80,8 +81,13 @@ def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
     memory = memoryview(mmap.mmap(descriptor, PAGE_BYTES))
     fields, place = memory.cast("Q"), RecordWriter(memory[PLACE_START : PLACE_START + PLACE_BYTES])
     fields[MAIN_THREAD], fields[DESCRIPTOR] = main_thread, descriptor
-    fields[REQUESTS] = requests = _start_stack_writer(descriptor, main_thread, place)
-    fields[REQUEST_PIPE] = os.fstat(requests).st_ino
+
+    def serve_requests(_config: object = None) -> None:
+        fields[REQUESTS] = requests = _start_stack_writer(descriptor, main_thread, place)
+        fields[REQUEST_PIPE] = os.fstat(requests).st_ino
+
+    serve_requests()
+    call_in_replacement(serve_requests)
     number, clock = stack_dump_signal(), time.monotonic_ns
     if number is not None:
         faulthandler.register(number, file=descriptor, all_threads=False)

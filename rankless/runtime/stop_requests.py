@@ -20,9 +20,11 @@ import torch.distributed as dist
 from rankless.collectives.mesh_collectives import all_reduce_maximum
 from rankless.config.cluster_variables import list_warning_signals
 from rankless.config.environment import snapshot
+from rankless.config.process_configs import WorkerConfig
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.parallel.mesh import Mesh
+from rankless.runtime.fork_replacement import call_in_replacement
 
 SECONDS = 0.2
 """How long ranks may not tell each other, if steps take as long as before."""
@@ -63,6 +65,7 @@ class StopRequests:
                 fix="call it once in the main thread before",
             )
         self.is_watching, self._process_id = True, os.getpid()
+        call_in_replacement(self._watch_in_replacement)
         self._install(signal.SIGTERM)
         for number in list_warning_signals(snapshot()):
             if signal.getsignal(number) is signal.SIG_DFL:
@@ -95,6 +98,9 @@ class StopRequests:
             group = dist.new_group(backend="gloo")
             self._cpu_meshes[mesh.group] = replace(mesh, device=torch.device("cpu"), group=group)
         return self._cpu_meshes[mesh.group]
+
+    def _watch_in_replacement(self, config: WorkerConfig) -> None:
+        self._process_id = config.process_id or 0
 
     def _install(self, number: int) -> None:
         self._handlers[number] = signal.signal(number, self._handle)

@@ -31,6 +31,7 @@ from rankless.records.events import (
 )
 from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
+from rankless.runtime.fork_replacement import call_in_replacement
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.debugging import (
     extend_timeouts,
@@ -139,6 +140,16 @@ class WorkerProcess:
         if config.status_descriptor is not None:
             self._count_step = publish_status(config.status_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
+        call_in_replacement(self._replace)
+
+    def _replace(self, config: WorkerConfig) -> None:
+        """Be another worker from now on, whose place this process takes: see `fork_replacement`."""
+        self._config = config
+        self._fast_exit.take_process()
+        if self._file_writes is not None:
+            self._file_writes.take_process(config)
+        title = process_title.name_program(self._program)
+        process_title.show_worker(title, config.rank, config.world_size)
 
     @property
     def may_debug(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import TypeVar
+from weakref import WeakSet
 
 import msgspec
 import torch.distributed as dist
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from rankless.collectives.backends.process_group import SharedMemoryProcessGroup
 from rankless.collectives.byte_messages import all_gather_bytes
 from rankless.collectives.desync_detection import DesyncDetector
+from rankless.config import environment
 from rankless.config.mesh_option import AXES
+from rankless.config.process_configs import WorkerConfig
 from rankless.config.run_config import Backend
-from rankless.context.all_or_nothing_operations import list_groups
+from rankless.context.all_or_nothing_operations import ReaderProcesses, list_groups
 from rankless.context.exception_serialization import RaisedError, describe_error, is_of_another_rank, make_same_error
 from rankless.context.extension_participants import JointEvents
 from rankless.context.world import PipelineStages, World
@@ -31,6 +34,7 @@ from rankless.parallel.mesh import Mesh, MeshAxis, find_pipeline_axis, list_stat
 from rankless.records.encoding import encode_msgpack
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.elastic_round import ElasticMember, Round
+from rankless.runtime.fork_replacement import call_in_replacement, explain_obstacle
 from rankless.runtime.hooks.torch_settings import find_original_destroy
 from rankless.runtime.process_groups import make_group_of_equals, make_world_group, make_world_mesh
 
@@ -51,6 +55,8 @@ class _Progress(msgspec.Struct, frozen=True):
     """How many operations it has passed."""
     counted: int
     """How many steps of participants they include."""
+    asks_left: int
+    """How often it may still ask for replacements."""
 
 
 class WorkerRecovery:
@@ -61,6 +67,8 @@ class WorkerRecovery:
         member: ElasticMember,
         joint: JointEvents,
         *,
+        replaces: bool,
+        leave_round: Callable[[], None],
         join_round: Callable[[Round], World],
         enter: Callable[[World], None],
     ) -> None:
@@ -69,17 +77,32 @@ class WorkerRecovery:
         Args:
             member: The connection to the agent.
             joint: Counts the steps that extensions commit, and continues in each world.
-            join_round: Leaves the process group, joins that of a round, and returns a world with it. Collective.
+            replaces: Whether a copy of another worker takes the place of a lost one.
+            leave_round: Leaves the process group.
+            join_round: Joins the process group of a round, and returns a world with it. Collective.
             enter: Lets this process use a world from now on.
         """
-        self._member, self._joint = member, joint
-        self._join_round, self._enter = join_round, enter
+        self._member, self._joint, self._replaces = member, joint, replaces
+        self._leave_round, self._join_round, self._enter = leave_round, join_round, enter
+        self.readers: WeakSet[ReaderProcesses] = WeakSet()
         self._world: World | None = None
+        self._begun: World | None = None
+        """The world with which the run began."""
+        self._described: World | None = None
+        """The world whose mesh the user knows."""
         self._last: World | None = None
         """The world of the last operation."""
         self._passed = 0
         self._counted = 0
         """How many steps of participants the operations so far include."""
+        self._made = 0
+        """How many operations of the script have counted."""
+        self._asks_left = 0
+        """How often the workers may still ask for replacements, after a loss."""
+        self._whole_at = 0
+        """How many operations had been passed when all workers had all states."""
+        self._ask_at = 0
+        """How many operations must have been passed before they do."""
         self._is_inside = False
         self._divided: World | None = None
         """The world in which workers have divided states, until those of a lost one are taken over."""
@@ -93,8 +116,9 @@ class WorkerRecovery:
 
         If its group cannot be aborted, the agent never hears that this worker has joined, and a loss ends the run.
         """
-        self._world = self._last = world
-        self._member.on_ended = self._abort
+        self._world = self._last = self._begun = self._described = world
+        self._member.on_ended, self._member.explain_obstacle = self._abort, self._explain_obstacle
+        call_in_replacement(self._take_place)
         if isinstance(world.mesh.group, SharedMemoryProcessGroup):
             self._member.report_joined()
 
@@ -132,14 +156,17 @@ class WorkerRecovery:
             self._take_over(is_in_step=is_in_step)
             found = self._try(attempt, commits)
             if found:
+                self._made += 1
                 return found[0]
 
     def _take_over(self, *, is_in_step: bool) -> None:
         """Take over the states of lost workers; see Note [states of lost workers]. An operation of its own."""
-        while self._divided is not None:
+        while self._divided is not None or self._may_ask:
             if not self._levels:
                 self._divided = None
-                return
+                if self._may_ask:
+                    self._ask_for_replacements()
+                continue
             owner = self._levels[0]
 
             def collect(world: World, owner: ShardedStateOwner = owner) -> Callable[[], None]:
@@ -152,6 +179,18 @@ class WorkerRecovery:
             if collected:
                 collected[0]()
                 self._levels.remove(owner)
+                self._whole_at = self._passed
+
+    @property
+    def _may_ask(self) -> bool:
+        return self._asks_left > 0 and self._passed >= self._ask_at
+
+    def _ask_for_replacements(self) -> None:
+        """Ask for a round in which lost workers are replaced. States that are divided again are taken over first."""
+        is_divided = self.world.numbering.has_copies and self._passed > self._whole_at
+        if not is_divided:
+            self._asks_left -= 1
+        self._regroup(has_states=not is_divided, is_loss=False)
 
     def _try(self, attempt: Callable[[World], Result], commits: Callable[[], bool]) -> list[Result]:
         """Return what an operation returns; nothing if a worker was lost, and all others begin it again."""
@@ -206,32 +245,73 @@ class WorkerRecovery:
             time.sleep(0.002)
         return True
 
-    def _regroup(self) -> None:
-        """Form a group of the workers that are left, and agree with them on what counts."""
+    def _regroup(self, *, has_states: bool = False, is_loss: bool = True) -> None:
+        """Form a group of the workers that are left or have been replaced, and agree with them on what counts.
+
+        Args:
+            has_states: Whether each worker has all states, also where workers divide them.
+            is_loss: Whether a worker was lost. Else all have asked for another round.
+        """
         before = self.world
-        world, passed, counted = self._member.join_next_round(self._join)
-        if before.numbering.has_copies and self._divided is None:
+        self._leave_round()
+        if is_loss and self._divided is None:
+            self._asks_left = 2 if self._replaces else 0
+        if before.numbering.has_copies and self._divided is None and not has_states:
             self._divided = before
             self._levels = before.owner.list_levels() if isinstance(before.owner, ShardedStateOwner) else []
-        self._world, self._passed, self._counted = world, passed, counted
+        self._member.keeps_state, self._member.progress = self._divided is None, self._made
+        world, progress = self._member.join_next_round(self._join)
+        self._world, self._passed, self._counted = world, progress.passed, progress.counted
+        # Another one may have asked, when it had passed a barrier in which this one was. The next time is a step later.
+        has_asked = has_states or progress.asks_left < self._asks_left
+        self._ask_at = progress.passed + (has_asked or not before.numbering.has_copies)
+        self._asks_left = progress.asks_left if world.numbering.lost else 0
         self._enter(world)
-        if world.numbering.axes:
-            plan = ", without the plan that was given" if before.settings.plan is not None else ""
-            world.notify(describe_new_mesh(before.mesh, world.mesh) + plan)
-        self._joint.regroup(world.numbering, counted)
+        if world.numbering.axes and not self._asks_left:
+            self._describe_mesh(world)
+        self._joint.regroup(world.numbering, progress.counted)
         self._member.report_joined()
 
-    def _join(self, joined: Round) -> tuple[World, int, int]:
-        """Join a round. Return its world, and how many operations and steps count."""
+    def _describe_mesh(self, world: World) -> None:
+        """Tell the user what the mesh of the workers is now, if it is another one than the user knows."""
+        known, self._described = self._described, world
+        assert known is not None
+        if [axis.size for axis in world.mesh.axes] != [axis.size for axis in known.mesh.axes]:
+            is_dropped = known.settings.plan is not None and world.settings.plan is None
+            plan = ", without the plan that was given" if is_dropped else ""
+            world.notify(describe_new_mesh(known.mesh, world.mesh) + plan)
+
+    def _explain_obstacle(self) -> str:
+        """Return why this process cannot be copied; "" if it can. The processes that read batches are started again."""
+        config = environment.read_worker_config()
+        if config is None or self._joint.has_participants:
+            return "an extension takes part in the run"
+        for readers in list(self.readers):
+            readers.stop()
+        return explain_obstacle(config)
+
+    def _take_place(self, config: WorkerConfig) -> None:
+        """Be the worker whose place this process takes, from now on."""
+        self._member.take_process(config)
+        self._world = replace(self.world, started=replace(self.world.numbering, own=config.rank))
+        self._enter(self._world)
+
+    def _join(self, joined: Round) -> tuple[World, _Progress]:
+        """Join a round. Return its world, and what counts for all workers."""
         world = self._join_round(joined)
         started = world.numbering
-        own = _Progress(started.own, self._passed, max(self._counted, self._joint.committed))
+        own = _Progress(started.own, self._passed, max(self._counted, self._joint.committed), self._asks_left)
         gathered = all_gather_bytes(encode_msgpack(own), mesh=world.mesh)
         everyone = [msgspec.msgpack.decode(data, type=_Progress) for data in gathered]
         lost = tuple(sorted(set(range(started.count)) - {each.worker for each in everyone}))
         hosts = tuple(started.hosts[each.worker] for each in everyone) if started.hosts else ()
         numbering = replace(started, lost=lost, round=joined.number, present_hosts=hosts)
-        passed, counted = max(each.passed for each in everyone), max(each.counted for each in everyone)
+        progress = _Progress(
+            started.own,
+            max(each.passed for each in everyone),
+            max(each.counted for each in everyone),
+            min(each.asks_left for each in everyone),
+        )
         mesh = arrange_kinds(world.mesh, [each.worker for each in everyone], started.kinds)
         if started.axes:
             arranged = make_world_mesh(mesh.device, choose_axes(started.axes, mesh.size))
@@ -239,8 +319,10 @@ class WorkerRecovery:
         before, after = find_pipeline_axis(self.world.mesh), find_pipeline_axis(mesh)
         has_same_stages = bool(started.kinds) or (before and before.size) == (after and after.size)
         pipeline = PipelineStages(stages=world.pipeline.stages) if has_same_stages else PipelineStages()
-        settings = replace(world.settings, plan=None)  # it was for more workers
-        return replace(world, started=numbering, mesh=mesh, pipeline=pipeline, settings=settings), passed, counted
+        assert self._begun is not None
+        plan = None if lost else self._begun.settings.plan  # it is for all workers
+        settings = replace(world.settings, plan=plan)
+        return replace(world, started=numbering, mesh=mesh, pipeline=pipeline, settings=settings), progress
 
     def _abort(self) -> None:
         """End the waits of this process in its groups, whose round has ended. Called from another thread.
@@ -279,8 +361,16 @@ def _has_group_failed(error: BaseException | None) -> bool:
     return False
 
 
+def leave_round_world(before: World) -> None:
+    """Leave the process group of a round, unless that has been done."""
+    if isinstance(before.mesh.desync_detector, DesyncDetector):
+        before.mesh.desync_detector.close()
+    if dist.is_initialized():
+        find_original_destroy()()
+
+
 def join_round_world(before: World, joined: Round, backend: Backend) -> tuple[World, Callable[[], None]]:
-    """Leave the process group, join that of a round, and return a world with it. Collective.
+    """Join the process group of a round, and return a world with it. Collective.
 
     Args:
         before: The world so far.
@@ -290,11 +380,8 @@ def join_round_world(before: World, joined: Round, backend: Backend) -> tuple[Wo
     Returns:
         The world, and the function that destroys its group.
     """
+    leave_round_world(before)  # a round that could not be joined may have left a group
     device, place = before.mesh.device, joined.assignment
-    if isinstance(before.mesh.desync_detector, DesyncDetector):
-        before.mesh.desync_detector.close()
-    if dist.is_initialized():
-        find_original_destroy()()
     end = make_world_group(
         backend, device, store=joined.store, rank=place.rank, world_size=place.size, must_be_abortable=True
     )

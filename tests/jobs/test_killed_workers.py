@@ -190,6 +190,7 @@ except rankless.errors.DataError as error:
 @pytest.mark.parametrize("options", [(), ("--mesh", "data=2,tensor=2")])
 def test_a_damaged_sample_that_is_read_again_after_a_loss_is_the_error_of_all_others(tmp_path: Path, options):
     (tmp_path / "script.py").write_text(DAMAGED)
-    done = rankless("run", "-n", "4" if options else "3", "--devices", "cpu", *options, "script.py", folder=tmp_path)
+    words = ("-n", "4" if options else "3", "--devices", "cpu", "--no-replace", *options, "script.py")
+    done = rankless("run", *words, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"1 steps, {3 if options else 2} workers: ValueError: damaged"), done.stdout

@@ -27,8 +27,11 @@ def plain(tmp_path_factory) -> dict:
     return run_plain(tmp_path_factory.mktemp("plain"), KIND)
 
 
-def start(hosts: Hosts, folder: Path, kills: str, *options: str, workers: int = 2, kind: str = KIND):
+def start(
+    hosts: Hosts, folder: Path, kills: str, *options: str, workers: int = 2, kind: str = KIND, replaces: bool = False
+):
     """Start a run from host a whose workers or hosts are killed as `kills` says."""
+    options = options if replaces else ("--no-replace", *options)
     text = TRAINING.replace('os.environ.get("KILLS", "")', repr(kills))  # ssh passes no variables on
     (folder / "script.py").write_text(f"KIND = {kind!r}\n{text}")
     listed = ",".join(f"{name}:{workers}" for name in "ab")
@@ -54,6 +57,19 @@ def test_the_others_continue(hosts: Hosts, tmp_path: Path, plain, name: str):
     assert job.returncode == 0, out + err
     require_same_training(tmp_path, plain, left=left)
     assert summary_of(tmp_path).lost_workers == 4 - left
+
+
+@pytest.mark.parametrize(
+    ("kills", "left"),
+    [("3:7:0", 4), ("1:once0:0,3:14:0.2", 3), ("2:5:0,3:12:0.5", 4), ("host:9:0", 2), ("0:4:0,host:save1:0", 1)],
+)
+def test_a_worker_is_replaced_on_its_own_host(hosts: Hosts, tmp_path: Path, plain, kills: str, left: int):
+    job = start(hosts, tmp_path, kills, replaces=True)
+    out, err = job.communicate(timeout=240)
+    assert job.returncode == 0, out + err
+    require_same_training(tmp_path, plain, left=left)
+    summary = summary_of(tmp_path)
+    assert summary.lost_workers - summary.replaced_workers == 4 - left
 
 
 @pytest.mark.parametrize("kind", ZERO_KINDS[::2])

@@ -155,7 +155,8 @@ def test_all_have_the_same_batches(tmp_path: Path, read_by_torch, kind: str, see
     workers = 3 if seed < 4 else 4
     kills = draw_loss(f"{kind} {seed}", workers, 17)
     (tmp_path / "script.py").write_text(f"KIND = {kind!r}\n{RUN}")
-    done = rankless("run", "-n", str(workers), "--devices", "cpu", "script.py", folder=tmp_path, KILLS=kills)
+    words = ("-n", str(workers), "--devices", "cpu", "--no-replace", "script.py")
+    done = rankless("run", *words, folder=tmp_path, KILLS=kills)
     assert done.returncode == 0, kills + done.stderr
     found = [torch.load(path) for path in tmp_path.glob("results*.pt")]
     assert len(found) == workers - 1, kills

@@ -15,6 +15,8 @@ from rankless.launch.recovery.survivor_membership import (
     Joined,
     Killed,
     Limits,
+    Replace,
+    Replaced,
     StartRound,
     WorkerMembership,
     begin,
@@ -35,6 +37,15 @@ class Worker(NamedTuple):
     round: int = 0
     round_ended: int = -1
     """The last round of which it knows that it has ended."""
+    lacks_states: bool = False
+    """Whether the states of a lost worker must be taken over, before it can be copied."""
+    asks_left: int = 0
+    """How often the workers may still ask for a replacement, after a loss."""
+    ask_at: int = 0
+    """How many operations must have counted before they do."""
+    has_asked: bool = False
+    whole_at: int = -1
+    """How many had counted when all workers had all states."""
 
 
 class State(NamedTuple):
@@ -49,8 +60,8 @@ class State(NamedTuple):
     """What the system reports of ended processes, in any order with messages."""
     arrived: frozenset[tuple[int, int, int]] = frozenset()
     """Round, operation and rank of each arrival at a barrier. One that has died since has arrived, too."""
-    joins: frozenset[tuple[int, int, int]] = frozenset()
-    """Round, rank, and what the worker has passed, of each that has joined and known the others."""
+    joins: frozenset[tuple[int, int, int, int]] = frozenset()
+    """Round, rank, what the worker has passed, and how often it may ask, of each that has joined."""
     kills: int = 0
     members: tuple[tuple[int, ...], ...] = ()
     """The members of each round."""
@@ -65,12 +76,17 @@ class Run(NamedTuple):
         kills: How many failures there are: of a worker, of a whole host other than the first, or of a connection
             with which a worker would join a round.
         limits: What the run tolerates.
+        divides_states: Whether workers have parts of the states, so that they take over those of a lost one before
+            they ask for a replacement.
+        may_refuse: Whether a worker may fail to make a replacement.
     """
 
     hosts: tuple[int, ...]
     operations: int
     kills: int
     limits: Limits
+    divides_states: bool = False
+    may_refuse: bool = True
 
 
 def start(run: Run) -> State:
@@ -140,13 +156,29 @@ def _worker_steps(state: State, run: Run, rank: int, worker: Worker) -> Iterator
         message = waiting[0]
         if isinstance(message, EndRound):
             yield change(rest, rank, worker._replace(round_ended=max(worker.round_ended, message.number)))
+        elif isinstance(message, Replace):
+            assert worker.phase == "asking", "a worker is copied while it waits for a round"
+            yield _copy(rest, rank, message.lost)
+            if run.may_refuse:
+                yield change(rest, rank, worker, Replaced(message.lost, is_made=False))
         elif worker.phase == "asking":
             yield change(rest, rank, worker._replace(phase="joining", round=message.number))
     number, members = worker.passed + 1, state.members[worker.round]
     has_ended = worker.round_ended >= worker.round
     if worker.phase in ("attempt", "barrier", "joining") and has_ended:
-        yield change(state, rank, worker._replace(phase="asking"), Asked(rank, worker.round))
-    if worker.phase == "attempt" and number > run.operations:
+        lacks = worker.lacks_states or (run.divides_states and worker.phase != "joining")
+        asking = worker._replace(phase="asking", lacks_states=lacks)
+        if run.limits.hosts and not worker.lacks_states and worker.phase != "joining":
+            asking = asking._replace(asks_left=2)
+        yield change(state, rank, asking, Asked(rank, worker.round, worker.passed, is_complete=not lacks))
+    elif worker.phase == "attempt" and worker.asks_left and worker.passed >= worker.ask_at:
+        # States have been taken over. All ask for another round, in which lost workers are replaced.
+        is_divided = run.divides_states and not worker.lacks_states and worker.passed > worker.whole_at
+        asking = worker._replace(phase="asking", lacks_states=is_divided, has_asked=not is_divided)
+        if not is_divided:
+            asking = asking._replace(asks_left=worker.asks_left - 1, whole_at=worker.passed)
+        yield change(state, rank, asking, Asked(rank, worker.round, worker.passed, is_complete=not is_divided))
+    elif worker.phase == "attempt" and number > run.operations:
         ended = change(state, rank, worker._replace(phase="done"))
         yield ended._replace(ends=(*ended.ends, Ended(rank, 0)))
     elif worker.phase == "attempt" and not has_ended:
@@ -156,19 +188,34 @@ def _worker_steps(state: State, run: Run, rank: int, worker: Worker) -> Iterator
     elif worker.phase == "barrier" and all((worker.round, number, member) in state.arrived for member in members):
         yield change(state, rank, worker._replace(phase="attempt", passed=number, applied=(*worker.applied, number)))
     elif worker.phase == "joining":
-        yield from _join(state, rank, worker, members)
+        yield from _join(state, run, rank, worker)
 
 
-def _join(state: State, rank: int, worker: Worker, members: tuple[int, ...]) -> Iterator[State]:
+def _copy(state: State, rank: int, lost: int) -> State:
+    """Fork a process from a worker that takes the place of a lost one. It has a channel of its own."""
+    assert state.workers[lost].phase == "dead", "only a worker that has ended is replaced"
+    worker = state.workers[rank]
+    state = state._replace(to_agent=put(state.to_agent, lost, ()), to_worker=put(state.to_worker, lost, ()))
+    state = change(state, lost, worker, Asked(lost, 0, worker.passed, is_complete=True))
+    return change(state, rank, worker, Replaced(lost))
+
+
+def _join(state: State, run: Run, rank: int, worker: Worker) -> Iterator[State]:
     """Tell the others of a round what counts here; then hear what counts for all, once all have known it."""
-    own = (worker.round, rank, worker.passed)
+    members = state.members[worker.round]
+    own = (worker.round, rank, worker.passed, worker.asks_left)
     if own not in state.joins:
         yield state._replace(joins=state.joins | {own})
         return
-    known = [passed for number, _, passed in state.joins if number == worker.round]
+    known = [(passed, asks) for number, _, passed, asks in state.joins if number == worker.round]
     if len(known) < len(members):
         return
-    counted = max(known)
+    counted, asks_left = max(passed for passed, _ in known), min(asks for _, asks in known)
+    if asks_left < worker.asks_left:  # another one has asked, so all have taken over the states
+        worker = worker._replace(lacks_states=False, has_asked=True, whole_at=counted)
+    ask_at = counted + (worker.has_asked or not run.divides_states)
+    asks_left = asks_left if len(members) < len(state.workers) else 0
+    worker = worker._replace(asks_left=asks_left, ask_at=ask_at, has_asked=False)
     assert counted - worker.passed <= 1, "nobody is more than one operation ahead"
     applied = worker.applied
     if counted > worker.passed:
@@ -191,7 +238,7 @@ def _kills(state: State, run: Run) -> Iterator[State]:
         yield killed._replace(ends=(*killed.ends, Killed(frozenset(group))), kills=state.kills + 1)
     for rank, each in enumerate(state.workers):
         if each.phase == "joining":
-            failed = change(state, rank, each._replace(phase="asking"), Asked(rank, each.round))
+            failed = change(state, rank, each._replace(phase="asking"), Asked(rank, each.round, each.passed))
             yield failed._replace(kills=state.kills + 1)
 
 

@@ -24,10 +24,16 @@ RUNS = {
     "three, two die": Run(ONE_HOST, 1, 2, Limits(2)),
     "three, no more than one may die": Run(ONE_HOST, 1, 2, Limits(1)),
     "two hosts, one dies": Run((0, 0, 1), 1, 1, Limits(2)),
+    "two workers that are replaced": Run((0, 0), 2, 2, Limits(1, hosts=(0, 0), copies_first=True)),
+    "three, one is replaced": Run(ONE_HOST, 1, 1, Limits(2, hosts=ONE_HOST)),
+    "two that divide states and are replaced": Run((0, 0), 2, 2, Limits(1, hosts=(0, 0), copies_first=True), True),
 }
 LARGE_RUNS = {
     "three, two die, two operations": Run(ONE_HOST, 2, 2, Limits(2)),
     "four on two hosts, two die": Run(TWO_HOSTS, 1, 2, Limits(3)),
+    "three, two are replaced": Run(ONE_HOST, 1, 2, Limits(2, hosts=ONE_HOST)),
+    "three that divide states, one is replaced": Run(ONE_HOST, 2, 1, Limits(2, hosts=ONE_HOST), True),
+    "two hosts, one that divides states is replaced": Run((0, 0, 1), 2, 1, Limits(2, hosts=(0, 0, 1)), True),
     "four on two hosts, three die": Run(TWO_HOSTS, 1, 3, Limits(3)),  # 47 million states: half an hour, and 5 GB
 }
 
@@ -41,6 +47,19 @@ def test_each_operation_counts_once_and_nobody_waits_for_ever(name: str):
 @pytest.mark.parametrize("name", LARGE_RUNS)
 def test_larger_runs_and_more_deaths(name: str):
     assert explore(LARGE_RUNS[name]) > 100_000
+
+
+def test_a_lost_worker_is_replaced():
+    run = Run(ONE_HOST, 1, 1, Limits(2, hosts=ONE_HOST, copies_first=True), may_refuse=False)
+    ends = set()
+
+    def note(state):
+        if not any(survivor_model.next_states(state, run)):
+            ends.add((tuple(worker.phase for worker in state.workers), state.kills, state.agent.replaced_at >= 0))
+
+    explore(run, note)
+    assert (("done",) * 3, 1, True) in ends
+    assert not any("dead" in phases and replaced for phases, _, replaced in ends)
 
 
 Transition = Callable[[WorkerMembership, Event, Limits], tuple[WorkerMembership, list[Action]]]

@@ -82,8 +82,9 @@ results = {
     "states": copy.deepcopy(optimizer.state_dict()["state"]) if KIND != "lbfgs" else {},
     "size": rankless.world_size(),
 }
-torch.save(results, f"results{RANK}.new")
-os.replace(f"results{RANK}.new", f"results{RANK}.pt")
+own = os.environ.get("RANK", "0")  # of the worker whose place this one may have taken
+torch.save(results, f"results{own}.new")
+os.replace(f"results{own}.new", f"results{own}.pt")
 """
 )
 
@@ -155,11 +156,14 @@ def write_script(folder: Path, kind: str) -> None:
     (folder / "script.py").write_text(f"KIND = {kind!r}\n{TRAINING}")
 
 
-def run_killed(folder: Path, kind: str, kills: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_killed(
+    folder: Path, kind: str, kills: str, *options: str, replaces: bool = False
+) -> subprocess.CompletedProcess[str]:
     """Train with 3 workers, or as options say, of which some are killed; `kills` as in `lost_workers.run_killed`."""
     write_script(folder, kind)
     copies = ("--copies", "1") if kind in ZERO_KINDS else ()
-    command = ("run", "-n", "3", "--devices", "cpu", *copies, *options, "script.py")
+    others = () if replaces else ("--no-replace",)
+    command = ("run", "-n", "3", "--devices", "cpu", *copies, *others, *options, "script.py")
     return rankless(*command, folder=folder, KILLS=kills)
 
 

@@ -63,8 +63,9 @@ def finish(*models, optimizers):
         "models": [{key: value.detach().clone() for key, value in model.state_dict().items()} for model in models],
         "states": [copy.deepcopy(optimizer.state_dict()["state"]) for optimizer in optimizers],
     }
-    torch.save(results, f"results{RANK}.new")
-    os.replace(f"results{RANK}.new", f"results{RANK}.pt")
+    own = os.environ.get("RANK", "0")  # of the worker whose place this one may have taken
+    torch.save(results, f"results{own}.new")
+    os.replace(f"results{own}.new", f"results{own}.pt")
 """
 )
 JOB = """
@@ -324,7 +325,7 @@ def run_killed(
 
 
 def run_killed_on_mesh(
-    folder: Path, form: str, level: str, mesh: str, kills: str, *, copies: int, **variables: str
+    folder: Path, form: str, level: str, mesh: str, kills: str, *, copies: int, replaces: bool = False, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """The same on a mesh, with or without copies of states. Without a level, jobs have no `zero=`."""
     write_script(folder, form)
@@ -338,6 +339,7 @@ def run_killed_on_mesh(
         str(copies),
         "--mesh",
         mesh,
+        *(() if replaces else ("--no-replace",)),
         "script.py",
     )
     return rankless(*command, folder=folder, KILLS=kills, ZERO=level, **variables)

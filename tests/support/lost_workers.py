@@ -21,26 +21,27 @@ pending = []
 def reach(moment):
     # KILLS has the worker, the moment, and after how many milliseconds it is killed, or "frozen", or "heard" for one
     # that hears of another's loss then
+    own = int(os.environ.get("RANK", 0))  # a copy of a worker has taken the place of another one
     for worker, at, delay in KILLS:
-        if at == moment and worker == "server" and RANK == 0:
+        if at == moment and worker == "server" and own == 0:
             agent = psutil.Process(os.getppid()).parent()
             server = next(each for each in agent.children() if "parameter server" in " ".join(each.cmdline()))
             server.kill()
-        elif at == moment and worker == "host" and RANK == int(os.environ["WORLD_SIZE"]) - 1:
+        elif at == moment and worker == "host" and own == int(os.environ["WORLD_SIZE"]) - 1:
             agent = psutil.Process(os.getppid()).parent()
             for each in [agent, *agent.children(recursive=True)]:
                 if each.pid != os.getpid():
                     each.kill()
             os.kill(os.getpid(), signal.SIGKILL)
-        elif at == moment and worker == "link" and RANK == 0:
+        elif at == moment and worker == "link" and own == 0:
             open("reached", "w").close()
             while not os.path.exists("cut"):
                 time.sleep(0.01)
-        elif at == moment and worker == str(RANK) and delay == "frozen":
+        elif at == moment and worker == str(own) and delay == "frozen":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif at == moment and worker == str(RANK) and delay == "heard":
+        elif at == moment and worker == str(own) and delay == "heard":
             raise rankless.errors.CollectiveError(expected="all workers", found="a loss", fix="continue")
-        elif at == moment and worker == str(RANK):
+        elif at == moment and worker == str(own):
             if float(delay) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             pending.append(subprocess.Popen(["sh", "-c", f"sleep {float(delay) / 1000}; kill -9 {os.getpid()}"]))

@@ -44,6 +44,7 @@ from rankless.collectives.backends.argument_conversion import (
     writable,
     write_back,
 )
+from rankless.collectives.backends.gloo_group import make_gloo_group
 from rankless.collectives.backends.group_failure_errors import Membership, make_error
 from rankless.collectives.backends.operation_queue import SharedMemoryWork
 from rankless.collectives.backends.shared_group import SharedGroup, open_shared_group
@@ -455,7 +456,7 @@ def _make_registered_group(options: Any, shared: SharedGroup | None) -> Any:
     opened = shared if isinstance(shared, SharedGroup) else open_shared_group(options.store, member, options.timeout)
     if isinstance(opened, SharedGroup):
         return SharedMemoryProcessGroup(options.store, member, opened, options.group_id)
-    return make_gloo_group(options)
+    return make_gloo_instead(options)
 
 
 def read_membership(options: Any) -> Membership:
@@ -468,10 +469,9 @@ def read_membership(options: Any) -> Membership:
     )
 
 
-def make_gloo_group(options: Any) -> Any:
+def make_gloo_instead(options: Any) -> Any:
     """Return a Gloo group in place of one that a registered backend cannot make."""
-    gloo: Any = dist.ProcessGroupGloo
-    return gloo(options.store, options.group_rank, options.group_size, options.timeout)
+    return make_gloo_group(options.store, options.group_rank, options.group_size, options.timeout)
 
 
 def make_shared_memory_group(

@@ -9,6 +9,7 @@ Host 0's agent decides for the workers of all hosts. The agents of other hosts p
 import contextlib
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from rankless.config.hosts_and_addresses import LOOPBACK
+from rankless.config.process_configs import WorkerLaunch
 from rankless.launch.other_hosts_interface import Peers
 from rankless.launch.prepare_run import ReadyJob
 from rankless.launch.recovery.survivor_membership import (
@@ -27,6 +29,8 @@ from rankless.launch.recovery.survivor_membership import (
     Joined,
     Killed,
     Limits,
+    Replace,
+    Replaced,
     StartRound,
     begin,
     can_lose,
@@ -37,6 +41,8 @@ from rankless.launch.signal_reader import name_signal
 from rankless.launch.supervisor.failure_attribution import is_secondary_failure
 from rankless.records.elastic_driver_protocol import (
     DriverMessage,
+    ReplacementEnded,
+    ReplacementWanted,
     RoundEnded,
     RoundStarted,
     StateSynced,
@@ -46,6 +52,7 @@ from rankless.records.elastic_driver_protocol import (
     receive_worker_message,
     send_message,
 )
+from rankless.records.encoding import encode_json
 from rankless.records.events import NO_RANK, AnyRecord, Exited, HostLost, Notice, Raised, ScriptFinished, Started
 
 KILLED = -9
@@ -60,12 +67,16 @@ class WorkerHosts(NamedTuple):
         addresses: The address of each host, by which the others reach it; empty for a run on one host.
         with_processes: The hosts that have processes beside the workers: without one of these no worker continues.
         kinds: The workers of each kind, where some are heterogeneous. One of each must be left.
+        are_replaced: Whether a worker of its host is copied in the place of a lost one.
+        copies_first: Whether the first one may be copied, too.
     """
 
     host_of: tuple[int, ...]
     addresses: tuple[str, ...] = ()
     with_processes: frozenset[int] = frozenset()
     kinds: tuple[tuple[int, ...], ...] = ()
+    are_replaced: bool = False
+    copies_first: bool = False
 
 
 class WorkerChannels:
@@ -78,6 +89,13 @@ class WorkerChannels:
         self._worker_ends = [end for _, end in pairs.values()]
         for channel in self._own.values():
             channel.setblocking(False)
+        self._launches: dict[int, WorkerLaunch] = {}
+        self.on_replaced: Callable[[int, int], None] = lambda _rank, _process_id: None
+        """Called with the rank of a lost worker and the process id of the one that takes its place."""
+
+    def know_launches(self, launches: Sequence[WorkerLaunch]) -> None:
+        """Know how the workers of this host are started, for those that take their place."""
+        self._launches = {launch.config.rank: launch for launch in launches}
 
     @property
     def descriptors(self) -> list[int]:
@@ -106,11 +124,27 @@ class WorkerChannels:
     def send(self, rank: int, message: DriverMessage) -> None:
         """Send a message to a worker of this host. One that has ended gets none."""
         channel = self._own.get(rank)
-        if channel is not None:
-            try:
+        if channel is None:
+            return
+        with contextlib.suppress(OSError):  # the worker has ended, which the fork server reports
+            if isinstance(message, ReplacementWanted):
+                self._send_want(channel, message)
+            else:
                 send_message(channel, message)
-            except OSError:  # the worker has ended, which the fork server reports
-                return
+
+    def _send_want(self, channel: socket.socket, message: ReplacementWanted) -> None:
+        """Send what the new worker needs: how the lost one was started, a new channel, and the status page."""
+        launch = self._launches[message.lost]
+        own, end = open_message_channel()
+        own.setblocking(False)
+        if (before := self._own.pop(message.lost, None)) is not None:
+            before.close()
+        self._own[message.lost] = own
+        page = launch.config.status_descriptor
+        with end:
+            descriptors = [end.fileno()] if page is None else [end.fileno(), page]
+            filled = msgspec.structs.replace(message, launch=encode_json(launch))
+            send_message(channel, filled, descriptors=descriptors)
 
     def _receive_from(self, rank: int) -> Iterator[WorkerMessage]:
         while rank in self._own:
@@ -123,6 +157,8 @@ class WorkerChannels:
             if message is None:
                 self._own.pop(rank).close()  # the fork server reports how the worker ended
                 return
+            if isinstance(message, ReplacementEnded) and message.process_id is not None:
+                self.on_replaced(message.lost, message.process_id)
             yield message
 
 
@@ -151,9 +187,12 @@ class SurvivorRounds:
         """
         self.channels, self._hosts, self._peers = channels, hosts, peers
         self._end_store_round = end_store_round
-        self._limits = Limits(most_lost, hosts.kinds)
+        self._limits = Limits(
+            most_lost, hosts.kinds, hosts.host_of if hosts.are_replaced else (), copies_first=hosts.copies_first
+        )
         self._state = begin(len(hosts.host_of))
         self._process_ids: dict[int, int] = {}
+        self._notices: list[Notice] = []
 
     @property
     def lost(self) -> frozenset[int]:
@@ -214,7 +253,7 @@ class SurvivorRounds:
 
     def _lose(self, ranks: set[int]) -> bool:
         """Continue without workers that were killed, if that is possible. Return whether it is."""
-        self.tick()  # what they have sent before
+        self._receive()  # what they have sent before
         self._take(Killed(frozenset(ranks)))
         return self._state.lost >= ranks
 
@@ -236,10 +275,28 @@ class SurvivorRounds:
     def _make_notice(self, rank: int, text: str) -> Notice:
         return Notice(rank=rank, time_ns=time.monotonic_ns(), text=text)
 
-    def tick(self) -> None:
-        """Take the workers' messages. A round starts once all have asked for it."""
+    def tick(self) -> list[Notice]:
+        """Take the workers' messages, and return notices. A round starts once all have asked for it."""
+        self._receive()
+        notices, self._notices = self._notices, []
+        return notices
+
+    def _receive(self) -> None:
         for rank, message in [*self.channels.receive(), *self._peers.take_worker_messages()]:
-            self._take(Joined(rank) if isinstance(message, StateSynced) else Asked(rank, message.last_round))
+            if isinstance(message, StateSynced):
+                self._take(Joined(rank))
+            elif isinstance(message, ReplacementEnded):
+                self._end_replacement(rank, message)
+            else:
+                self._take(Asked(rank, message.last_round, message.progress, is_complete=message.has_state))
+
+    def _end_replacement(self, copied: int, ended: ReplacementEnded) -> None:
+        lost, count = ended.lost, len(self._state.living | {ended.lost})
+        text = f"worker {lost} is not replaced: {ended.reason}"
+        if not ended.reason:
+            text = f"worker {lost} is replaced by a copy of worker {copied} (pid {ended.process_id}); {count} workers"
+        self._notices.append(self._make_notice(lost, text))
+        self._take(Replaced(lost, is_made=not ended.reason))
 
     def _take(self, event: Event) -> None:
         self._state, actions = transition(self._state, event, self._limits)
@@ -248,6 +305,8 @@ class SurvivorRounds:
                 self._send(action.members, RoundEnded(round=action.number))
                 if action.number:
                     self._end_store_round(action.number)
+            elif isinstance(action, Replace):
+                self._send(action.members, ReplacementWanted(lost=action.lost))
             else:
                 for rank in action.members:
                     self._send([rank], self._make_start(action, rank))
@@ -293,14 +352,15 @@ class SurvivorRelay:
         """Return False: host 0 decides."""
         return False
 
-    def tick(self) -> None:
-        """Pass messages on, in both directions."""
+    def tick(self) -> list[Notice]:
+        """Pass messages on, in both directions. Host 0 has the notices."""
         self._send_messages()
         for rank, message in self._leader.take_driver_messages():
             self.channels.send(rank, message)
         for rank in self._leader.take_workers_to_kill():
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(self._process_ids[rank], signal.SIGKILL)
+        return []
 
     def _send_messages(self) -> None:
         for rank, message in self.channels.receive():
@@ -319,6 +379,8 @@ def make_survivors(job: ReadyJob) -> SurvivorRounds | SurvivorRelay:
         addresses=start.addresses,
         with_processes=frozenset(host for processes in start.roles.values() for host in processes.hosts),
         kinds=next((axis.stage_workers for axis in start.mesh if axis.stage_workers), ()),
+        are_replaced=start.replaces_workers,
+        copies_first=start.copies_first_worker,
     )
     end_store_round = (lambda _: None) if job.store is None else job.store.end_round
     return SurvivorRounds(channels, hosts, start.most_lost_workers, peers, end_store_round)

@@ -49,11 +49,14 @@ class FileWriteMonitor:
     """Sends one record for each file that this worker's script opens to write, append or replace."""
 
     def __init__(self, config: WorkerConfig, *, send: Callable[[FileOpened], None]) -> None:
-        self._rank = config.rank
-        self._process_id = config.process_id
+        self.take_process(config)
         self._send = send
         self._reported: set[str] = set()
         self._ignored = list_ignored(config)
+
+    def take_process(self, config: WorkerConfig) -> None:
+        """Observe the files of this process as those of a worker."""
+        self._rank, self._process_id = config.rank, config.process_id
 
     def start(self) -> None:
         """Observe from now on, until the process ends."""

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
+from rankless.collectives.backends.gloo_group import make_gloo_group
 from rankless.collectives.backends.store_exchange import StoreExchange
 
 SLICE = timedelta(milliseconds=50)
@@ -59,9 +59,8 @@ class GlooExchange:
         self.limit_seconds = timeout.total_seconds()
         """How long `wait` may take for what `start` begins, about. Gloo's own timeout is longer, and ends what is left
         where the connections cannot be shut down."""
-        gloo: Any = dist.ProcessGroupGloo
         before = set(_list_connections())
-        self.group: Any = gloo(store, rank, size, timeout)
+        self.group: Any = make_gloo_group(store, rank, size, timeout)
         opened = {key: value for key, value in _list_connections().items() if key not in before}
         self._connections = _match_ends(StoreExchange(store, "ends", rank=rank, size=size, timeout=timeout), opened)
 

@@ -17,7 +17,7 @@ from rankless.collectives.backends.argument_conversion import (
 )
 from rankless.collectives.backends.group_failure_errors import Membership
 from rankless.collectives.backends.hosts.hosts_group import HostsGroup, open_hosts_group
-from rankless.collectives.backends.process_group import SharedMemoryProcessGroup, make_gloo_group, read_membership
+from rankless.collectives.backends.process_group import SharedMemoryProcessGroup, make_gloo_instead, read_membership
 from rankless.collectives.backends.shared_group import SharedGroup
 
 HIERARCHICAL = "hierarchical"
@@ -157,4 +157,4 @@ def _make_registered_group(options: Any, opened: HostsGroup | None) -> Any:
         return HierarchicalProcessGroup(options.store, member, found, options.group_id)
     if isinstance(found, SharedGroup):
         return SharedMemoryProcessGroup(options.store, member, found, options.group_id)
-    return make_gloo_group(options)
+    return make_gloo_instead(options)

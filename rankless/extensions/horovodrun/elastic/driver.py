@@ -39,7 +39,13 @@ from rankless.launch.watchdog.hang_verdict import HangDiagnosis, diagnose
 from rankless.launch.watchdog.phase_timeouts import STARTUP_STALL_SECONDS
 from rankless.launch.watchdog.report import describe_status, describe_waiting
 from rankless.launch.worker_output import Source, Write
-from rankless.records.elastic_driver_protocol import RankAssignment, RoundStarted, WorkerMessage, WorkerReady
+from rankless.records.elastic_driver_protocol import (
+    RankAssignment,
+    RoundStarted,
+    StateSynced,
+    WorkerMessage,
+    WorkerReady,
+)
 from rankless.records.events import (
     AnyRecord,
     Exited,
@@ -314,7 +320,7 @@ class ElasticDriver:
             return
         if isinstance(message, WorkerReady):
             self._membership.mark_ready(number, message, now)
-        else:
+        elif isinstance(message, StateSynced):
             self._membership.mark_synced(number, message.round)
 
     def _process_record(self, record: AnyRecord, now: float) -> None:
