@@ -1,6 +1,6 @@
 """A training whose workers you may kill: `rankless run -n 4 --devices cpu recover.py`, then `kill -9` one of its pids.
 
-The others continue. The last line is that of a run that nobody has disturbed, and of `python recover.py`.
+A copy of another one takes its place. The last line is that of a run without a loss, and of `python recover.py`.
 """
 
 import argparse

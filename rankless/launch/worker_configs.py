@@ -13,6 +13,11 @@ from rankless.launch.launcher_profile import LauncherProfile, make_log_files
 from rankless.launch.prepare_run import ReadyJob
 
 _NO_CONTENT = WorkerContent()
+_AGREED = (
+    *("backend", "master_address", "master_port", "run_id", "seed", "recording", "perturbation_seed", "dtype", "plan"),
+    *("mesh", "observation", "is_logical", "zero", "replaces_workers", "hosts_of_copies", "store_address"),
+)
+"""What all workers of all hosts have alike, under one name in both configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,30 +170,14 @@ def _make_launch(
         local_world_size=position.local_world_size,
         device=position.device,
         threads=config.threads_per_worker,
-        backend=start.backend,
-        master_address=start.master_address,
-        master_port=start.master_port,
-        run_id=start.run_id,
-        seed=start.seed,
         log_file=_absolute(files.output),
         error_log_file=files.error and _absolute(files.error),
-        recording=start.recording,
-        perturbation_seed=start.perturbation_seed,
-        dtype=start.dtype,
-        plan=start.plan,
-        mesh=start.mesh,
-        observation=start.observation,
-        is_logical=start.is_logical,
-        zero=start.zero,
-        replaces_workers=start.replaces_workers,
-        hosts_of_copies=start.hosts_of_copies,
         progress=config.request.progress,
         interface=position.interface,
         host=position.host_index,
         host_count=start.worker_host_count,
         status_descriptor=position.status_descriptor,
         recovery_descriptor=position.recovery_descriptor,
-        store_address=start.store_address,
         store_port=start.store_port or None,
         store_token=position.store_token,
         roles=position.content.roles,
@@ -196,6 +185,7 @@ def _make_launch(
         inherited=tuple(position.content.descriptors),
         terminal=tuple(position.terminal),
         is_debugged=config.debug_rank is not None,
+        **{name: getattr(start, name) for name in _AGREED},
     )
     own = profile.worker_environment(worker, start, elastic_host=position.elastic_host)
     common = worker_environment(worker, cuda_devices=position.cuda_devices)

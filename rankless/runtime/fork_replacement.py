@@ -47,12 +47,25 @@ _PAUSE_SOFT = 1
 _ENDING_SECONDS = 0.5
 """How long threads and child processes may take that have been asked to end."""
 
-_callbacks: list[Callable[[WorkerConfig], None]] = []  # one of the pieces of state that the design allows a module
+
+class InReplacement:
+    """What a process does that takes the place of a worker, with the configuration of that worker."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[[WorkerConfig], None]] = []
+
+    def call(self, function: Callable[[WorkerConfig], None]) -> None:
+        """Call a function in such a process, after those that have been given before."""
+        self._functions.append(function)
+
+    def run(self, config: WorkerConfig) -> None:
+        """Call all functions: this is such a process."""
+        for function in self._functions:
+            function(config)
 
 
-def call_in_replacement(callback: Callable[[WorkerConfig], None]) -> None:
-    """Call a function in a process that takes the place of a worker, with the configuration of that worker."""
-    _callbacks.append(callback)
+IN_REPLACEMENT = InReplacement()
+"""Of this process, whose parts do not know each other."""
 
 
 def explain_obstacle(config: WorkerConfig) -> str:
@@ -65,6 +78,8 @@ def explain_obstacle(config: WorkerConfig) -> str:
         return "a system other than Linux"
     if threading.current_thread() is not threading.main_thread():
         return f"its call is in the thread {threading.current_thread().name}"
+    if config.terminal:
+        return "it has the terminal (--debug-rank)"
     deadline = time.monotonic() + _ENDING_SECONDS
     while obstacle := next(_list_threads_and_children(), ""):
         if time.monotonic() > deadline:
@@ -204,8 +219,7 @@ def _begin(launch: WorkerLaunch, old: WorkerConfig, descriptors: Sequence[int], 
             terminal=(),
         )
         environment.write_worker_config(config)
-        for callback in _callbacks:
-            callback(config)
+        IN_REPLACEMENT.run(config)
     except BaseException:
         traceback.print_exc()
         os._exit(1)

@@ -35,7 +35,7 @@ from rankless.jobs.programs.program_recorder import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
 from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
-from rankless.runtime.fork_replacement import call_in_replacement
+from rankless.runtime.fork_replacement import IN_REPLACEMENT
 from rankless.runtime.process_groups import make_world_group, make_world_mesh
 from rankless.runtime.rendezvous.file import join_file_rendezvous
 from rankless.runtime.rendezvous.find_rendezvous import (
@@ -90,20 +90,7 @@ class ProcessContext:
         self._config = config
         workers = replace(mesh, desync_detector=self._desync_detector)
         joint = JointEvents(config, workers)
-        member = None
-        if config is not None and config.recovery_descriptor is not None and mesh.size > 1:
-            member = ElasticMember(socket.socket(fileno=config.recovery_descriptor), config)
-        recovery = None
-        if member is not None:
-            recovery = WorkerRecovery(
-                member,
-                joint,
-                replaces=config is not None and config.replaces_workers,
-                leave_round=lambda: leave_round_world(self.world),
-                join_round=self.join_round,
-                enter=self.enter,
-            )
-            call_in_replacement(self._take_place)
+        recovery = None if mesh.size == 1 else self._make_recovery(joint)
         self.world = World(
             mesh=workers if joint.workers is None else Mesh.solo(mesh.device),
             joint=joint,
@@ -121,6 +108,21 @@ class ProcessContext:
         self.logical: LogicalView | None = None
         """The logical view, if the script runs in it."""
         atexit.register(self.leave)
+
+    def _make_recovery(self, joint: JointEvents) -> WorkerRecovery | None:
+        """Return what continues without lost workers; None if the run needs all of them."""
+        config = self._config
+        if config is None or config.recovery_descriptor is None:
+            return None
+        IN_REPLACEMENT.call(self._take_place)
+        return WorkerRecovery(
+            ElasticMember(socket.socket(fileno=config.recovery_descriptor), config),
+            joint,
+            replaces=config.replaces_workers,
+            leave_round=lambda: leave_round_world(self.world),
+            join_round=self.join_round,
+            enter=self.enter,
+        )
 
     def _number_workers(self, mesh: Mesh) -> StartedWorkers:
         """Return the workers with which the run begins."""

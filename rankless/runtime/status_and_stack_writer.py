@@ -45,7 +45,7 @@ from rankless.records.worker_status import (
     TIMED_SAMPLES,
     stack_dump_signal,
 )
-from rankless.runtime.fork_replacement import call_in_replacement
+from rankless.runtime.fork_replacement import IN_REPLACEMENT
 
 MAX_FRAMES = 100
 """The frames of a thread that are written, from the innermost one, as by the fault handler."""
@@ -87,7 +87,7 @@ def publish_status(descriptor: int, *, main_thread: int) -> Callable[..., None]:
         fields[REQUEST_PIPE] = os.fstat(requests).st_ino
 
     serve_requests()
-    call_in_replacement(serve_requests)
+    IN_REPLACEMENT.call(serve_requests)
     number, clock = stack_dump_signal(), time.monotonic_ns
     if number is not None:
         faulthandler.register(number, file=descriptor, all_threads=False)

@@ -24,7 +24,7 @@ from rankless.config.process_configs import WorkerConfig
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.parallel.mesh import Mesh
-from rankless.runtime.fork_replacement import call_in_replacement
+from rankless.runtime.fork_replacement import IN_REPLACEMENT
 
 SECONDS = 0.2
 """How long ranks may not tell each other, if steps take as long as before."""
@@ -65,7 +65,7 @@ class StopRequests:
                 fix="call it once in the main thread before",
             )
         self.is_watching, self._process_id = True, os.getpid()
-        call_in_replacement(self._watch_in_replacement)
+        IN_REPLACEMENT.call(self._watch_in_replacement)
         self._install(signal.SIGTERM)
         for number in list_warning_signals(snapshot()):
             if signal.getsignal(number) is signal.SIG_DFL:

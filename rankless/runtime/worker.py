@@ -31,7 +31,7 @@ from rankless.records.events import (
 )
 from rankless.runtime.exception_cause import find_cause, read_message
 from rankless.runtime.fast_exit import FastExit
-from rankless.runtime.fork_replacement import call_in_replacement
+from rankless.runtime.fork_replacement import IN_REPLACEMENT
 from rankless.runtime.hooks import import_aliases
 from rankless.runtime.hooks.debugging import (
     extend_timeouts,
@@ -140,7 +140,7 @@ class WorkerProcess:
         if config.status_descriptor is not None:
             self._count_step = publish_status(config.status_descriptor, main_thread=threading.get_ident())
         self._bootstrap_main = sys.modules["__main__"]  # its frame runs until the process ends
-        call_in_replacement(self._replace)
+        IN_REPLACEMENT.call(self._replace)
 
     def _replace(self, config: WorkerConfig) -> None:
         """Be another worker from now on, whose place this process takes: see `fork_replacement`."""

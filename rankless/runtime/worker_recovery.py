@@ -34,7 +34,7 @@ from rankless.parallel.mesh import Mesh, MeshAxis, find_pipeline_axis, list_stat
 from rankless.records.encoding import encode_msgpack
 from rankless.records.parallel_plan import PlannedAxis
 from rankless.runtime.elastic_round import ElasticMember, Round
-from rankless.runtime.fork_replacement import call_in_replacement, explain_obstacle
+from rankless.runtime.fork_replacement import IN_REPLACEMENT, explain_obstacle
 from rankless.runtime.hooks.torch_settings import find_original_destroy
 from rankless.runtime.process_groups import make_group_of_equals, make_world_group, make_world_mesh
 
@@ -118,7 +118,7 @@ class WorkerRecovery:
         """
         self._world = self._last = self._begun = self._described = world
         self._member.on_ended, self._member.explain_obstacle = self._abort, self._explain_obstacle
-        call_in_replacement(self._take_place)
+        IN_REPLACEMENT.call(self._take_place)
         if isinstance(world.mesh.group, SharedMemoryProcessGroup):
             self._member.report_joined()
 

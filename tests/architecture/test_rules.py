@@ -57,6 +57,7 @@ BROAD_EXCEPTS = {
     "rankless/compiler/probing/operator_probe.py": "operators are foreign code; one that fails is not compared",
     "rankless/compiler/probing/row_independence.py": "operators are foreign code; one that fails is not split",
     "rankless/context/all_or_nothing_operations.py": "the other ranks raise it, too",
+    "rankless/runtime/fork_replacement.py": "a copy of a worker that cannot begin must not run the script",
     "rankless/context/exception_serialization.py": "a class of the script may raise anything where it is made again",
     "rankless/context/once_for_all_ranks.py": "the other ranks learn that rank 0 failed, and the error is raised again",
     "rankless/data/batch_source.py": "data sets and streams are foreign code; the others learn of the error",

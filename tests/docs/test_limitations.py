@@ -68,7 +68,7 @@ SHOWN_BY = {
     "Other runs end with": (
         "jobs/test_killed_workers.py::test_a_job_that_cannot_go_on_ends_and_the_killed_worker_is_the_cause"
     ),
-    "A lost worker is": "jobs/test_killed_workers.py::test_two_workers_are_killed_and_the_summary_says_so",
+    "A killed worker is replaced": "jobs/test_replaced_workers.py::test_what_cannot_be_copied_is_named",
     "Fewer workers may": "jobs/test_lost_workers_of_meshes.py::test_a_mesh_keeps_its_other_axes_where_it_can",
     "`--restarts` needs": "launch/test_restarts.py::test_restarts_that_no_run_can_have_are_refused",
     "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",

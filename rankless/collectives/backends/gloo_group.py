@@ -11,8 +11,24 @@ from weakref import WeakSet
 
 import torch.distributed as dist
 
-_groups: WeakSet[Any] = WeakSet()  # pieces of state that the design allows a module: they are of the process
-_kept: list[Any] = []
+
+class GroupsOfProcess:
+    """The groups of Gloo of this process, which a process that it forks keeps."""
+
+    def __init__(self) -> None:
+        self._groups: WeakSet[Any] = WeakSet()
+        self._kept: list[Any] = []
+        os.register_at_fork(after_in_child=self._keep)
+
+    def add(self, group: Any) -> None:
+        """Keep a group in forked processes."""
+        self._groups.add(group)
+
+    def _keep(self) -> None:
+        self._kept += self._groups
+
+
+GROUPS = GroupsOfProcess()
 
 
 def make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
@@ -26,8 +42,5 @@ def make_gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> Any
     """
     made: Any = dist.ProcessGroupGloo  # PyTorch has no annotations for its arguments
     group = made(store, rank, size, timeout)
-    _groups.add(group)
+    GROUPS.add(group)
     return group
-
-
-os.register_at_fork(after_in_child=lambda: _kept.extend(_groups))
