@@ -38,6 +38,8 @@ from rankless.runtime.redirect_output import send_output_to
 
 NEEDLESS = ("_MainThread", "TMonitor")
 """The kinds of threads that every process has, or need not have: tqdm updates bars with its own."""
+HARMLESS = "jemalloc_bg_thd"
+"""The thread with which a memory allocator gives memory back."""
 SAVING = "rankless-save"
 """The thread that writes a checkpoint. The others of Rankless are started again, or are of no use to the copy."""
 _MAP_FIXED = 0x10
@@ -93,10 +95,19 @@ def _list_threads_and_children() -> Iterator[str]:
         is_own = thread.name.startswith("rankless") and thread.name != SAVING
         if not is_own and type(thread).__name__ not in NEEDLESS:
             yield f"its script has the thread {thread.name}"
-    for path in Path("/proc/self/task").glob("*/children"):
+    # Libraries without a name for their threads, such as OpenBLAS, start them again. Others wait for them.
+    harmless = {_read_name(os.getpid()), HARMLESS, *(thread.name[:15] for thread in threading.enumerate())}
+    for path in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
-            for child in path.read_text().split():
+            for child in (path / "children").read_text().split():
                 yield f"its script has a child process ({child})"
+            name = _read_name(path.name)
+            if name not in harmless and not sys.executable.endswith(name):
+                yield f"a library that it uses has the thread {name}"
+
+
+def _read_name(task: int | str) -> str:
+    return Path(f"/proc/self/task/{task}/comm").read_text().rstrip("\n")
 
 
 def _explain_descriptors(config: WorkerConfig) -> Iterator[str]:

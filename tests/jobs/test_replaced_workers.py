@@ -230,6 +230,11 @@ def test_a_worker_that_has_imported_torch_itself_is_replaced(tmp_path: Path):
 
 OBSTACLES = {
     "a thread": ("threading.Thread(target=time.sleep, args=(8,), name='meter').start()", "has the thread meter"),
+    "a thread of a library": (
+        "import _thread, ctypes; "
+        "_thread.start_new_thread(lambda: (ctypes.CDLL(None).prctl(15, b'polars-0', 0, 0, 0), time.sleep(60)), ())",
+        "a library that it uses has the thread polars-0",
+    ),
     "a process": ("child = subprocess.Popen(['sleep', '8'])", "its script has a child process"),
     "a file": ("kept = open(f'kept-{os.environ[\"RANK\"]}', 'w')", "open for writing"),
     "a connection": ("ends = socket.socketpair()", "its script has a connection"),
