@@ -1,7 +1,7 @@
 """The time from the SIGKILL of one of 4 workers to the end of the next new step, and the cost of being ready for it.
 
-The peers are torchrun, which starts all again, and torchft, which continues without the killed worker's rows. With
-`zero=`, other workers have copies of shards (`--copies 1`), on which they step, too.
+The killed worker is replaced. The peers are torchrun, which starts all again, and torchft, which continues without the
+killed worker's rows. With `zero=`, other workers have copies of shards (`--copies 1`), on which they step, too.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A training of a GPT of 10 million parameters whose worker 1 is killed before a step, with Rankless or with DDP.
 
 The script writes to `seconds` how long the first step took that had not been made before, from the kill, and with
-Rankless to `phases` when rank 0 had heard of the loss, had left its collective, and was in a smaller group. With DDP a
+Rankless to `phases` when rank 0 had heard of the loss, had left its collective, and was in a new group. With DDP a
 checkpoint is written every 10 steps, from which torchrun's second start continues; ours has none.
 """
 
@@ -54,10 +54,10 @@ def note_phases() -> dict[str, float]:
         phases.setdefault("detected", time.time())
         abort(recovery)
 
-    def note_regroup(recovery: WorkerRecovery) -> None:
+    def note_regroup(recovery: WorkerRecovery, **options: bool) -> None:
         phases.setdefault("released", time.time())
-        regroup(recovery)
-        phases.setdefault("regrouped", time.time())
+        regroup(recovery, **options)
+        phases["regrouped"] = time.time()  # with the round in which the worker is replaced
 
     WorkerRecovery._abort, WorkerRecovery._regroup = note_abort, note_regroup  # type: ignore[method-assign]
     return phases
