@@ -3,16 +3,17 @@
 docs/soak.json has the counts of each test file, with the commit and the day on which it ran. A soak runs the files that
 have not run at this commit, or failed there: those without counts first, then the others, the oldest first. It writes
 the counts of each as soon as it ends, so it may be interrupted at any time. Committed, they let another machine, or a
-later commit, go on. docs/soak.md is the page of all counts, and says from which commit the oldest are.
+later commit, go on. docs/soak.md is the page of all counts, and says from which commit the oldest are. Long files run
+in parts. A part is known by its tests, so a new test among them is one more part, and leaves the results of the others.
 
-Several files run in parallel, because tests mostly wait for other processes. Long files run in parts, so that an
-interrupted soak loses little. The fault tests, whose times are published, then run alone. Then comes the operator
-database, which has all cores; it goes on after the operators that an interrupted soak with the same rules has finished,
-and docs/scoreboard.md gets its counts.
+Several files run in parallel, because tests mostly wait for other processes. The fault tests, whose times are
+published, then run alone. Then comes the operator database, which has all cores; it goes on after the operators that an
+interrupted soak with the same rules has finished, and docs/scoreboard.md gets its counts.
 
 `make soak SOAK=tests/jobs` runs only the files whose paths contain the text.
 """
 
+import hashlib
 import json
 import os
 import subprocess
@@ -56,7 +57,8 @@ LONG = (
 )
 """Files with hundreds of tests, models or meshes. They run in parts."""
 PART_TESTS = 16
-"""The tests of a part."""
+"""The most tests of a part."""
+DIGEST_BYTES = 4
 ALL_TESTS = ("-m", "exhaustive or not exhaustive")
 PUBLISHED = ("tests/launch/test_faults.py", "tests/launch/test_faults_at_start.py")
 DATABASE = "tests/compiler/test_operator_database.py"
@@ -74,7 +76,7 @@ PAGES = (
 """The pages that a soak writes."""
 Counts = dict[str, float]
 Result = dict[str, Any]
-"""Counts, and the commit and day for which they hold."""
+"""Counts, the commit and day for which they hold, and for a part of a file the digests of its tests."""
 
 
 @dataclass(frozen=True)
@@ -83,33 +85,46 @@ class Part:
 
     Attributes:
         file: The file.
-        number: The number of the part, from 1.
-        count: The number of parts of the file.
         tests: What pytest is to run.
     """
 
     file: str
-    number: int
-    count: int
     tests: tuple[str, ...]
+
+    @property
+    def digests(self) -> str:
+        """The digests of its tests, one after the other; "" for a whole file."""
+        return "".join(digest_name(test) for test in self.tests if "::" in test)
 
     @property
     def name(self) -> str:
         """What the results call it."""
-        return self.file if self.count == 1 else f"{self.file} part {self.number} of {self.count}"
+        return f"{self.file} part {digest_name(self.digests)}" if self.digests else self.file
 
 
-def list_parts(file: str) -> list[Part]:
-    """Return the parts of a test file."""
+def digest_name(name: str) -> str:
+    """Return the digest of the name of a test."""
+    return hashlib.blake2b(name.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+
+def list_parts(file: str, results: Mapping[str, Result]) -> list[Part]:
+    """Return the parts of a test file: those that have results, then those of tests that no result covers."""
     if file not in LONG:
-        return [Part(file, 1, 1, (str(ROOT / file),))]
+        return [Part(file, (str(ROOT / file),))]
     # Without the options of pyproject.toml, among which is a second -q: then pytest prints numbers instead of names.
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", *ALL_TESTS, file]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    tests = [line for line in found if "::" in line]
+    tests = {digest_name(line): line for line in found if "::" in line}
     assert tests, f"{file} has no tests"
-    groups = [tests[start : start + PART_TESTS] for start in range(0, len(tests), PART_TESTS)]
-    return [Part(file, number, len(groups), tuple(group)) for number, group in enumerate(groups, 1)]
+    groups: list[list[str]] = []
+    for name, result in sorted(results.items(), key=lambda each: each[1]["day"], reverse=True):
+        digests = result.get("digests", "")
+        group = [digests[start : start + 2 * DIGEST_BYTES] for start in range(0, len(digests), 2 * DIGEST_BYTES)]
+        if name.startswith(f"{file} part ") and tests.keys() >= set(group):
+            groups.append([tests.pop(digest) for digest in group])
+    rest = list(tests.values())
+    groups += [rest[start : start + PART_TESTS] for start in range(0, len(rest), PART_TESTS)]
+    return [Part(file, tuple(group)) for group in groups]
 
 
 def commit() -> str:
@@ -198,11 +213,13 @@ def soak(
 ) -> None:
     """Run parts of files, `parallel` at a time, and write each result at once."""
     with ThreadPoolExecutor(parallel) as pool:
-        running = {pool.submit(run, part, published): part.name for part in parts}
+        running = {pool.submit(run, part, published): part for part in parts}
         for done in as_completed(running):
-            results[running[done]] = {**done.result(), "commit": tested, "day": f"{datetime.now(UTC):%Y-%m-%d}"}
+            part = running[done]
+            result = {**done.result(), "commit": tested, "day": f"{datetime.now(UTC):%Y-%m-%d}"}
+            results[part.name] = result | ({"digests": part.digests} if part.digests else {})
             write_results(results)
-            print(f"{running[done]}: {done.result()}", flush=True)
+            print(f"{part.name}: {done.result()}", flush=True)
 
 
 def page(results: Mapping[str, Result], *, missing: Sequence[str] = ()) -> str:
@@ -256,9 +273,10 @@ def main() -> None:
         "SCOREBOARD_JSONL": STATE / f"{scoreboard_page.digest_rules()}-scoreboard.jsonl",
     }
     files = sorted(str(file.relative_to(ROOT)) for file in (ROOT / "tests").rglob("test_*.py"))
-    parts = [part for file in files for part in list_parts(file)]
+    results = read_results()
+    parts = [part for file in files for part in list_parts(file, results)]
     known = {part.name for part in parts}
-    results = {name: result for name, result in read_results().items() if name in known}
+    results = {name: result for name, result in results.items() if name in known}
     left = [part for part in order_parts(parts, results, tested) if wanted in part.file]
     try:
         soak([part for part in left if part.file not in ALONE], results, tested, published, parallel=PARALLEL)

@@ -46,7 +46,7 @@ def test_the_page_has_the_sums_of_folders_and_the_commits_of_all_files():
 
 
 def test_a_soak_runs_what_has_not_passed_at_its_commit_the_oldest_first():
-    parts = [soak.Part(f"tests/test_{name}.py", 1, 1, ()) for name in "abcde"]
+    parts = [soak.Part(f"tests/test_{name}.py", ()) for name in "abcde"]
     results = {
         "tests/test_a.py": ONE,
         "tests/test_b.py": {**ONE, "commit": "def5678", "day": "2026-11-01"},
@@ -78,7 +78,7 @@ def test_a_file_that_hangs_is_killed_and_counts_as_failed(tmp_path: Path, monkey
     monkeypatch.setattr(soak, "FILE_SECONDS", 3.0)
     file = tmp_path / "test_hangs.py"
     file.write_text("import time\n\n\ndef test_it():\n    time.sleep(600)\n")
-    counts = soak.run(soak.Part(str(file), 1, 1, (str(file),)), {"FAULTS_JSON": tmp_path / "faults.jsonl"})
+    counts = soak.run(soak.Part(str(file), (str(file),)), {"FAULTS_JSON": tmp_path / "faults.jsonl"})
     assert (counts["tests"], counts["failed"]) == (1, 1)
     assert counts["seconds"] < 60
 
@@ -98,23 +98,34 @@ def test_long_files_run_in_parts_whose_results_are_kept_one_by_one(tmp_path: Pat
     (tmp_path / name).write_text(
         f"import pytest\n\n@pytest.mark.parametrize('n', {numbers})\ndef test_it(n):\n    assert n != 2\n"
     )
-    parts = soak.list_parts(name)
-    assert [part.name for part in parts] == [f"{name} part 1 of 2", f"{name} part 2 of 2"]
     results: dict[str, soak.Result] = {}
+    parts = soak.list_parts(name, results)
     (tmp_path / "docs").mkdir()
     soak.soak(parts, results, "abc", {}, parallel=2)
     assert [results[part.name]["tests"] for part in parts] == [soak.PART_TESTS, 3]
     assert [results[part.name]["failed"] for part in parts] == [1, 0]
     assert soak.read_results() == results
     assert {result["commit"] for result in results.values()} == {"abc"}
-    assert f"- {name} part 1 of 2: 1 of {soak.PART_TESTS} failed\n" in page(results)
+    assert f"- {parts[0].name}: 1 of {soak.PART_TESTS} failed\n" in page(results)
+    # Another test before all others leaves their results; without one of the last three they have none.
+    text = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(f"def test_first(): pass\n{text}")
+    more = soak.list_parts(name, results)
+    assert {part.name for part in more[:2]} == {part.name for part in parts}
+    assert [part.tests for part in more[2:]] == [(f"{name}::test_first",)]
+    (tmp_path / name).write_text(text.replace(numbers, f"range({soak.PART_TESTS + 2})"))
+    left = soak.list_parts(name, results)
+    assert [part.name in results for part in left] == [True, False]
+    assert left[1].tests == parts[1].tests[:2]
 
 
 def test_the_parts_of_a_long_file_have_its_tests():
-    parts = soak.list_parts("tests/ownership/test_divided_models.py")
+    results = soak.read_results()
+    parts = soak.list_parts("tests/ownership/test_divided_models.py", results)
     assert len(parts) > 1
     assert all(test.startswith("tests/ownership/test_divided_models.py::") for part in parts for test in part.tests)
-    assert sum(len(part.tests) for part in parts) > 400
+    assert len({test for part in parts for test in part.tests}) == sum(len(part.tests) for part in parts) > 400
+    assert all(part.digests == results[part.name]["digests"] for part in parts if part.name in results)
 
 
 def test_the_longest_files_exist():

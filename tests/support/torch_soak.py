@@ -108,7 +108,7 @@ def soak_version(version: str, wanted: str, tested: str) -> None:
     python = make_environment(version)
     found = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("test_*.py"))
     names = [str(file.relative_to(ROOT)) for file in found]
-    parts = [Part(name, 1, 1, (str(ROOT / name),)) for name in names if wanted in name]
+    parts = [Part(name, (str(ROOT / name),)) for name in names if wanted in name]
     due = soak.order_parts(parts, read_counts().get(version, {}), tested)
     for start in range(0, len(due), TOGETHER):
         group = due[start : start + TOGETHER]
