@@ -870,7 +870,7 @@ _RUN_FUNCTIONS = checkpoint.RunFunctions(
 def _make_autosave(wanted: bool | Callable[[], int]) -> checkpoint.Autosave | None:
     if wanted is False:
         return None
-    REQUESTS.watch()
+    REQUESTS.watch(_world())
     return checkpoint.Autosave(
         is_stopping=lambda: REQUESTS.ask(_world()) and not _world().passes.have_unfinished_calls,
         is_loader=lambda each: isinstance(each, Loader),

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Mapping
 
+import msgspec
+
 from rankless.config import environment
 from rankless.config.environment import chosen_variables
 from rankless.config.hosts_and_addresses import (
@@ -121,6 +123,39 @@ def make_cluster(
             fix=f"run it on {hosts[0]}, list this host first, or run the same command with --no-ssh on every host",
         )
     return _build_cluster(arguments, hosts, place, port, is_listed=True, without_ssh=arguments.no_ssh)
+
+
+def keep_spares(cluster: Cluster | None, count: int) -> Cluster | None:
+    """Return a cluster whose last hosts wait, until others are lost.
+
+    Args:
+        cluster: The hosts; None for this host only.
+        count: How many of them wait.
+
+    Raises:
+        ConfigError: No host could be lost, none is alike, or host 0 does not start them.
+    """
+    if count == 0:
+        return cluster
+    most = 0 if cluster is None or cluster.agent_start != "ssh" else len(cluster.hosts) - 2
+    if cluster is None or not 0 < count <= most:
+        found = "this host only" if cluster is None else f"{len(cluster.hosts)} hosts"
+        if cluster is not None and cluster.agent_start != "ssh":
+            found = "a command on each host"
+        raise ConfigError(
+            expected="--spares with hosts that host 0 starts by ssh, of which two or more do not wait",
+            found=f"--spares {count} with {found}",
+            fix="name more hosts in --hosts or --hostfile, such as --hosts a:4,b:4,c:4 --spares 1, or omit --spares",
+        )
+    hosts, spares = cluster.hosts[:-count], cluster.hosts[-count:]
+    for spare in spares:
+        if all(spare.workers != host.workers for host in hosts[1:]):
+            raise ConfigError(
+                expected=f"a spare host with as many workers as one that it can replace: {hosts[1].workers}",
+                found=f"{spare} with {spare.workers}",
+                fix=f"name it {spare}:{hosts[1].workers}",
+            )
+    return msgspec.structs.replace(cluster, hosts=hosts, spares=spares)
 
 
 def _has_one_method(arguments: argparse.Namespace, methods: list[str]) -> bool:

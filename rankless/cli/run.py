@@ -3,9 +3,10 @@
 import argparse
 import importlib
 import sys
+from collections.abc import Callable
 
 from rankless.cli.extension_options import add_own_options, find_given_options
-from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, make_cluster, read_workers
+from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, keep_spares, make_cluster, read_workers
 from rankless.cli.json_output import add_json_option, make_json_header, read_json_destination
 from rankless.cli.shared_run_options import (
     PLAN_HELP,
@@ -28,6 +29,7 @@ from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.launch import agent
+from rankless.records.events import AnyRecord
 from rankless.records.run_json_format import RunSummary
 from rankless.terminal.lazy_progress_display import ProgressObserver
 
@@ -129,6 +131,14 @@ def _add_failure_options(parser: argparse.ArgumentParser) -> None:
     )
     add_copies_option(parser)
     parser.add_argument(
+        "--spares",
+        type=int,
+        default=0,
+        metavar="N",
+        help="The last N of the hosts wait, and take the places of lost ones: the run saves, and starts again from its "
+        "checkpoint. Default: 0.",
+    )
+    parser.add_argument(
         "--restarts",
         type=int,
         default=0,
@@ -161,16 +171,26 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with destination.reserve_standard_output(), ProgressObserver() as progress:
 
-            def run_once() -> RunSummary | None:
+            def run_once(
+                config: RunConfig,
+                observe: Callable[[AnyRecord], None] = lambda _record: None,
+                on_started: Callable[[Callable[[], None]], None] = lambda _stop: None,
+            ) -> RunSummary | None:
+                def on_record(record: AnyRecord) -> None:
+                    progress.receive(record)
+                    observe(record)
+
                 summaries.clear()
                 codes.append(
                     agent.run(
                         config,
-                        on_record=progress.receive,
+                        on_record=on_record,
                         out=sys.stdout,
                         err=sys.stderr,
                         hide_progress=progress.hidden,
-                        context=agent.AgentContext(cursor=progress.cursor, on_summary=summaries.append),
+                        context=agent.AgentContext(
+                            cursor=progress.cursor, on_started=on_started, on_summary=summaries.append
+                        ),
                     )
                 )
                 return next(iter(summaries), None)
@@ -179,12 +199,12 @@ def run(arguments: argparse.Namespace) -> int:
                 with progress.hidden():
                     print(f"rankless: {text}", file=sys.stderr, flush=True)
 
-            if not config.request.restarts:
-                run_once()
-            else:
+            if config.may_start_again:
                 # Imported here: most runs start once.
                 restarts = importlib.import_module("rankless.launch.recovery.run_restarts")
-                restarts.run_with_restarts(run_once, restarts=config.request.restarts, notify=notify)
+                restarts.run_with_restarts(config, run_once, notify=notify)
+            else:
+                run_once(config)
             return codes[-1]
     finally:
         for summary in summaries:
@@ -200,7 +220,7 @@ def _make_config(arguments: argparse.Namespace) -> RunConfig:
     if hint is not None:
         print(f"rankless: {hint}", file=sys.stderr)
     cluster, mesh = make_cluster(arguments, requested.hosts, heterogeneous=requested.heterogeneous), arguments.mesh
-    cluster = cluster or make_slurm_cluster(arguments)
+    cluster = keep_spares(cluster or make_slurm_cluster(arguments), arguments.spares)
     workers = arguments.workers
     if workers is None:
         workers = 1 if cluster is not None else count_default_workers(arguments, otherwise=1)

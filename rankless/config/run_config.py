@@ -107,6 +107,8 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     """Send the script to hosts whose copy differs."""
     variables: Mapping[str, str] = {}
     """Environment variables for every host; with ssh only."""
+    spares: tuple[Host, ...] = ()
+    """Hosts that wait until others are lost; with ssh only."""
     ssh_port: int | None = None
     ssh_identity_file: str | None = None
     """None: ssh chooses both the port and the file."""
@@ -399,3 +401,14 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The request, which has all that needs no decision. Each host makes its own `RunConfig` from it."""
     roles: tuple[str, ...] = ()
     """The extensions whose processes the run has beside its workers."""
+
+    @property
+    def replaces_hosts(self) -> bool:
+        """Whether spare hosts take the places of lost ones, and lost hosts may return."""
+        is_by_ssh = self.cluster is not None and self.cluster.agent_start == "ssh"
+        return is_by_ssh and self.request.replaces_workers and not self.roles
+
+    @property
+    def may_start_again(self) -> bool:
+        """Whether the script may be started more than once."""
+        return self.request.restarts > 0 or self.replaces_hosts

@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and other signals, read from a descriptor instead of interrupting the code."""
 
+import contextlib
 import signal
 import socket
 import threading
@@ -52,6 +53,11 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]  # signal.signal returned it
         self._reader.close()
         self._writer.close()
+
+    def request(self, number: int) -> None:
+        """Act as if a signal had arrived. May be called from another thread, and after the end of this context."""
+        with contextlib.suppress(OSError):
+            self._writer.send(bytes([number]))
 
     def fileno(self) -> int:
         """Return the descriptor to select on."""

@@ -168,6 +168,10 @@ class CheckpointLoaded(Record, frozen=True, tag="checkpoint_loaded"):
     step: int
 
 
+class StopsHeeded(Record, frozen=True, tag="stops_heeded"):
+    """The script asks whether it shall stop, so SIGTERM does not end it: it saves and ends by itself."""
+
+
 class FileOpened(Record, frozen=True, tag="file_opened"):
     """A worker's script opens a file to write it. The worker sends one record for each file."""
 
@@ -303,6 +307,7 @@ AnyRecord = (
     | Progress
     | Notice
     | CheckpointLoaded
+    | StopsHeeded
     | FileOpened
     | HostLost
     | HostInterrupted

@@ -33,7 +33,7 @@ from rankless.context.world import RunSettings, StartedWorkers, World
 from rankless.errors import ConfigError, JoinError, RanklessError
 from rankless.jobs.programs.program_recorder import make_program_recorder
 from rankless.parallel.mesh import Mesh, SyncPointChecker
-from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, send_record
+from rankless.records.events import AnyRecord, CheckpointLoaded, Notice, StopsHeeded, send_record
 from rankless.runtime.elastic_round import ElasticMember, Round
 from rankless.runtime.fork_replacement import IN_REPLACEMENT
 from rankless.runtime.process_groups import make_world_group, make_world_mesh
@@ -333,7 +333,8 @@ def _join_as_worker(config: WorkerConfig, find_info: Callable[[], RendezvousInfo
 
     def observer(record: AnyRecord) -> None:
         if descriptor is not None:
-            send_record(record, descriptor=descriptor, blocking=isinstance(record, Notice | CheckpointLoaded))
+            needed = Notice | CheckpointLoaded | StopsHeeded
+            send_record(record, descriptor=descriptor, blocking=isinstance(record, needed))
 
     mesh = make_world_mesh(device, config.mesh)
     context = ProcessContext(

@@ -24,6 +24,7 @@ from rankless.config.process_configs import WorkerConfig
 from rankless.context.world import World
 from rankless.errors import ConfigError
 from rankless.parallel.mesh import Mesh
+from rankless.records.events import StopsHeeded
 from rankless.runtime.fork_replacement import IN_REPLACEMENT
 
 SECONDS = 0.2
@@ -50,8 +51,11 @@ class StopRequests:
         self._exchanged_at = 0.0
         self._cpu_meshes: dict[dist.ProcessGroup, Mesh] = {}
 
-    def watch(self) -> None:
+    def watch(self, world: World) -> None:
         """Take note of signals from now on. The script's own handlers are called too.
+
+        Args:
+            world: Tells the agent.
 
         Raises:
             ConfigError: Another thread than the main one makes the first call.
@@ -67,13 +71,14 @@ class StopRequests:
         self.is_watching, self._process_id = True, os.getpid()
         IN_REPLACEMENT.call(self._watch_in_replacement)
         self._install(signal.SIGTERM)
+        world.send_record(StopsHeeded(rank=world.numbering.own, time_ns=time.monotonic_ns()))
         for number in list_warning_signals(snapshot()):
             if signal.getsignal(number) is signal.SIG_DFL:
                 self._install(number)
 
     def ask(self, world: World) -> bool:
         """Return whether the run shall stop: on all ranks, if any of them knows. Collective until the answer is yes."""
-        self.watch()
+        self.watch(world)
         self._calls_left -= 1
         if not self.has_answered and self._calls_left <= 0:
             self.has_answered, self._period = world.run_for_all(self._tell)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from support.warm_runs import rankless
 
-from rankless.launch.recovery.run_restarts import run_with_restarts
+from rankless.launch.recovery.run_restarts import repeat_failed
 from rankless.records.run_json_format import Outcome, RunFailure, RunSummary
 
 
@@ -66,7 +66,7 @@ CASES = [
 @pytest.mark.parametrize(("attempts", "count", "notices"), CASES)
 def test_a_run_starts_again_until_it_does_not_fail_or_fails_as_before(attempts, count, notices):
     left, shown = list(attempts), []
-    run_with_restarts(lambda: left.pop(0), restarts=3, notify=shown.append)
+    repeat_failed(lambda: left.pop(0), restarts=3, notify=shown.append)
     assert len(attempts) - len(left) == count
     assert shown == notices
 

@@ -1,23 +1,81 @@
-"""Starts a run again after a failure that its workers cannot heal: `rankless run --restarts N`.
+"""Starts a run again: after a failure that its workers cannot heal (`rankless run --restarts N`), or on other hosts.
 
 The script finds its newest complete checkpoint by itself, with `rankless.checkpoints(…).load` or `rankless.load`. A
 failure that recurs at the same step is not of chance, and ends the restarts. Steps count from the start of the training
 if `rankless.checkpoints` has loaded its position.
+
+A run that has lost a host starts again when another one has taken its place (`spare_hosts`).
 """
 
+import importlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
+from rankless.config.run_config import RunConfig
+from rankless.records.events import AnyRecord
 from rankless.records.run_json_format import RunFailure, RunSummary
 
+if TYPE_CHECKING:
+    from rankless.launch.recovery.spare_hosts import HostReplacements
 
-def run_with_restarts(run: Callable[[], RunSummary | None], *, restarts: int, notify: Callable[[str], None]) -> None:
+
+class RunOnce(Protocol):
+    """Runs the script once and returns the summary of the attempt.
+
+    There is none on hosts other than the first one, and where no worker has started.
+    """
+
+    def __call__(
+        self,
+        config: RunConfig,
+        observe: Callable[[AnyRecord], None] = ...,
+        on_started: Callable[[Callable[[], None]], None] = ...,
+    ) -> RunSummary | None:
+        """Run.
+
+        Args:
+            config: The attempt.
+            observe: Called with each record. Default: nobody is.
+            on_started: Gets a function that asks the workers to stop. Default: nobody asks.
+        """
+        ...
+
+
+def run_with_restarts(config: RunConfig, run: RunOnce, *, notify: Callable[[str], None]) -> None:
+    """Run a script as often as its failures and its hosts ask for.
+
+    Args:
+        config: The run, with the number of its restarts.
+        run: Runs the script once.
+        notify: Shows a line to the user.
+    """
+    restarts = config.request.restarts
+    if not config.replaces_hosts:
+        repeat_failed(lambda: run(config), restarts=restarts, notify=notify)
+        return
+    # Imported here: most runs have one host.
+    spare_hosts = importlib.import_module("rankless.launch.recovery.spare_hosts")
+    hosts: HostReplacements = spare_hosts.HostReplacements(config, notify=notify)
+    try:
+        repeat_failed(lambda: hosts.run(run), restarts=restarts, notify=notify, prepare=hosts.replace_lost)
+    finally:
+        hosts.close()
+
+
+def repeat_failed(
+    run: Callable[[], RunSummary | None],
+    *,
+    restarts: int,
+    notify: Callable[[str], None],
+    prepare: Callable[[], None] = lambda: None,
+) -> None:
     """Run until an attempt does not fail, or fails as the one before, or is the last one.
 
     Args:
-        run: Runs the script once and returns the summary of the attempt: none on hosts other than the first one, and
-            where no worker has started.
+        run: Makes an attempt and returns its summary, if there is one.
         restarts: How often to start again.
         notify: Shows a line to the user.
+        prepare: Called before each further attempt.
     """
     before: tuple[RunFailure | None, int | None] | None = None
     for restart in range(1, restarts + 2):
@@ -30,6 +88,7 @@ def run_with_restarts(run: Callable[[], RunSummary | None], *, restarts: int, no
             return
         before = summary.failure, steps
         notify(f"{_describe(summary)}; started again, restart {restart} of {restarts}")
+        prepare()
 
 
 def _describe(failed: RunSummary) -> str:

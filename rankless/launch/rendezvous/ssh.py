@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -181,8 +181,12 @@ def _make_cluster_options(cluster: Cluster) -> list[str]:
 
 def make_agent_command() -> str:
     """Return the shell command for the other host: the same folder, interpreter and flags as here."""
-    command = shlex.join(python_command("rankless.launch.agent_started_by_ssh"))
-    return f"cd {shlex.quote(os.getcwd())} && exec {command}"
+    return make_command_in_this_folder(python_command("rankless.launch.agent_started_by_ssh"))
+
+
+def make_command_in_this_folder(words: Sequence[str]) -> str:
+    """Return the shell command for the other host that runs a command in the same folder as here."""
+    return f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"
 
 
 @dataclass(frozen=True)
