@@ -29,6 +29,7 @@ from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.launch import agent
+from rankless.launch.signal_reader import Interrupts
 from rankless.records.events import AnyRecord
 from rankless.records.run_json_format import RunSummary
 from rankless.terminal.lazy_progress_display import ProgressObserver
@@ -174,7 +175,7 @@ def run(arguments: argparse.Namespace) -> int:
             def run_once(
                 config: RunConfig,
                 observe: Callable[[AnyRecord], None] = lambda _record: None,
-                on_started: Callable[[Callable[[], None]], None] = lambda _stop: None,
+                on_started: Callable[[Interrupts], None] = lambda _interrupts: None,
             ) -> RunSummary | None:
                 def on_record(record: AnyRecord) -> None:
                     progress.receive(record)

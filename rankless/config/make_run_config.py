@@ -146,9 +146,9 @@ def check_numbers(request: RunRequest) -> None:
         )
     if request.cluster is not None and request.cluster.spares and (list_roles(request) or not request.replaces_workers):
         raise ConfigError(
-            expected="--spares without options of parameter servers, and without --no-replace",
+            expected="--spares with processes of workers alone, and without --no-replace",
             found=f"options of {', '.join(list_roles(request))}" if list_roles(request) else "--no-replace",
-            fix="omit --spares; copies of servers on other hosts outlive a host (--copies)",
+            fix="omit one of them",
         )
     if seed is not None and not 0 <= seed < 2**63:
         raise ConfigError(expected="a seed from 0 to 2**63 - 1", found=seed, fix="choose another --seed")

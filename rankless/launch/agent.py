@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +59,8 @@ class AgentContext:
     """A pool of fork servers for consecutive runs; None for a single run."""
     cursor: CursorTracker = field(default_factory=CursorTracker)
     """Follows the script's output, if the agent's own lines go to the same terminal."""
-    on_started: Callable[[Callable[[], None]], None] = lambda _stop: None
-    """Called with a function that asks the workers to stop, as SIGTERM does. It may be called from any thread."""
+    on_started: Callable[[Interrupts], None] = lambda _interrupts: None
+    """Called with the signals of a run whose hosts are all there."""
     on_summary: Callable[[RunSummary], None] = lambda _summary: None
     """Called on host 0 with the summary of a run that has ended. Runs of other launchers have none."""
 
@@ -110,7 +109,7 @@ def run(
         try:
             with set_up_job(config, profile, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
-                context.on_started(functools.partial(interrupts.request, signal.SIGTERM))
+                context.on_started(interrupts)
                 run = HostRun(config, job, interrupts=interrupts, streams=streams)
                 return _run_on_host(run, on_record, streams, context)
         except RendezvousInterrupted as interrupted:

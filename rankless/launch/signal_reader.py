@@ -11,6 +11,9 @@ DEFAULT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 """Signals that mean something to the script alone. Cluster managers send them to warn a job, and only to the agent."""
 
+REQUESTED = 0
+"""Stands for a signal: the run itself asks its workers to stop, as SIGTERM does."""
+
 
 class RendezvousInterrupted(Exception):
     """A signal arrived before all hosts had joined."""
@@ -31,6 +34,8 @@ class Interrupts:
         self._ending = {*DEFAULT_SIGNALS, *more_signals}
         self._numbers = {*self._ending, *PASSED_SIGNALS}
         self._passed: list[int] = []
+        self.have_arrived = False
+        """Whether a signal that ends the run has arrived."""
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -54,10 +59,10 @@ class Interrupts:
         self._reader.close()
         self._writer.close()
 
-    def request(self, number: int) -> None:
-        """Act as if a signal had arrived. May be called from another thread, and after the end of this context."""
+    def request(self) -> None:
+        """Have `read` return REQUESTED. May be called from another thread, and after the end of this context."""
         with contextlib.suppress(OSError):
-            self._writer.send(bytes([number]))
+            self._writer.send(bytes([REQUESTED]))
 
     def fileno(self) -> int:
         """Return the descriptor to select on."""
@@ -66,11 +71,13 @@ class Interrupts:
     def read(self) -> list[int]:
         """Return the numbers of the signals that arrived since the last call, and end the run."""
         try:
-            arrived = [number for number in self._reader.recv(64) if number in self._before]
+            arrived = [number for number in self._reader.recv(64) if number in self._before or number == REQUESTED]
         except BlockingIOError:
             return []
-        self._passed += [number for number in arrived if number not in self._ending]
-        return [number for number in arrived if number in self._ending]
+        ending = [number for number in arrived if number in self._ending]
+        self.have_arrived = self.have_arrived or bool(ending)
+        self._passed += [number for number in arrived if number not in self._ending and number != REQUESTED]
+        return ending or [number for number in arrived if number == REQUESTED]
 
     def take_passed(self) -> list[int]:
         """Return the numbers of the signals for the script that `read` has found since the last call."""

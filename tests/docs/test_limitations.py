@@ -70,7 +70,8 @@ SHOWN_BY = {
     ),
     "A killed worker is replaced": "jobs/test_replaced_workers.py::test_what_cannot_be_copied_is_named",
     "Fewer workers may": "jobs/test_lost_workers_of_meshes.py::test_a_mesh_keeps_its_other_axes_where_it_can",
-    "`--restarts` needs": "launch/test_restarts.py::test_restarts_that_no_run_can_have_are_refused",
+    "A lost host is replaced if": "launch/test_spare_hosts.py::test_a_script_that_heeds_no_request_has_fewer",
+    "`--spares` needs": "launch/test_restarts.py::test_restarts_that_no_run_can_have_are_refused",
     "The view needs": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "`--mesh` with": "config/test_script_view.py::test_a_view_that_a_run_cannot_have_is_refused",
     "A script without a": (

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -16,7 +18,13 @@ from support.jobs import wait_until
 from support.preempted_jobs import FORMS, PLAIN, TRAINING
 from support.warm_runs import rankless
 
-pytestmark = pytest.mark.slow
+from rankless.config.hosts_and_addresses import parse_hosts
+from rankless.config.make_run_config import make_run_config
+from rankless.config.run_config import Cluster, Program, RunRequest
+from rankless.errors import JoinError
+from rankless.launch.recovery import spare_hosts
+from rankless.launch.signal_reader import REQUESTED, Interrupts
+from rankless.records.events import HostLost, StopsHeeded
 
 LINE = (sys.executable, "-m", "rankless", "run", "--devices", "cpu", "--no-progress", "--env", "PAUSE")
 
@@ -48,16 +56,24 @@ def require_same(folder: Path, plain: dict) -> None:
         torch.testing.assert_close(found[name], plain[name], rtol=1e-10, atol=1e-13)
 
 
+def kill_agent(hosts: Hosts, name: str) -> bool:
+    """Kill the agent of a host, and return whether there was one."""
+    for process_id in hosts.processes(name):
+        with contextlib.suppress(psutil.Error):
+            if "agent of" in " ".join(psutil.Process(process_id).cmdline()):
+                os.kill(process_id, signal.SIGKILL)
+                return True
+    return False
+
+
 def end(hosts: Hosts, job: subprocess.Popen[str], folder: Path, *, link: str = "", killed: str = "") -> str:
     """Lose a host after five steps, and return what the run writes to standard error, which must end in order."""
     wait_until(lambda: (folder / "calls5").exists() or job.poll() is not None)
     try:
         if link:
             hosts.link(link, up=False)
-        for process_id in hosts.processes(killed) if killed else ():
-            with contextlib.suppress(psutil.Error):
-                if "agent of" in " ".join(psutil.Process(process_id).cmdline()):
-                    os.kill(process_id, signal.SIGKILL)
+        if killed:
+            assert kill_agent(hosts, killed)
         _, errors = job.communicate(timeout=180)
     finally:
         if link:
@@ -66,6 +82,7 @@ def end(hosts: Hosts, job: subprocess.Popen[str], folder: Path, *, link: str = "
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "reason"),
     [("killed", "the connection"), pytest.param("link", "no heartbeat for", marks=pytest.mark.exhaustive)],
@@ -75,7 +92,7 @@ def test_a_spare_host_takes_the_place_of_a_lost_one(how: str, reason: str, hosts
     errors = end(hosts, job, tmp_path, **{how: "b"})
     assert f"host b was lost: {reason}" in errors
     assert "2 workers continue\n" in errors
-    assert "rankless: host c takes the place of host b; the run starts again from its checkpoint\n" in errors
+    assert "rankless: host c takes the place of host b; started again\n" in errors
     assert errors.count("rankless: 4 workers") == 2
     require_same(tmp_path, plain)
 
@@ -85,8 +102,37 @@ def test_a_lost_host_returns(hosts: Hosts, tmp_path: Path, plain: dict):
     job = start(hosts, tmp_path, "--hosts", "a:1,b:2", pause=1.0)
     errors = end(hosts, job, tmp_path, killed="b")
     assert "host b was lost: the connection" in errors, errors
-    assert "rankless: host b is back; the run starts again from its checkpoint\n" in errors
+    assert "rankless: host b is back; started again\n" in errors
     require_same(tmp_path, plain)
+
+
+@pytest.mark.exhaustive
+def test_a_new_host_may_be_lost_while_the_run_starts_again(hosts: Hosts, tmp_path: Path, plain: dict):
+    job = start(hosts, tmp_path, "--hosts", "a:2,b:2,c:2", "--spares", "1", pause=0.4)
+    wait_until(lambda: (tmp_path / "calls5").exists() or job.poll() is not None)
+    kill_agent(hosts, "b")
+    wait_until(lambda: kill_agent(hosts, "c") or job.poll() is not None)
+    _, errors = job.communicate(timeout=180)
+    assert job.returncode == 0, errors
+    assert "rankless: host c takes the place of host b; started again\n" in errors
+    assert "tries once more\n" in errors or "rankless: host b takes the place of host c; started again\n" in errors
+    require_same(tmp_path, plain)
+
+
+@pytest.mark.exhaustive
+def test_a_request_of_the_user_ends_the_run_although_a_host_can_join(hosts: Hosts, tmp_path: Path):
+    job = start(hosts, tmp_path, "--hosts", "a:2,b:2,c:2", "--spares", "1", pause=1.5)
+    wait_until(lambda: (tmp_path / "calls2").exists() or job.poll() is not None)
+    kill_agent(hosts, "b")
+    assert job.stderr is not None
+    errors = ""
+    while "host c can join" not in errors:
+        errors += job.stderr.readline()
+    job.terminate()
+    errors += job.communicate(timeout=60)[1]
+    assert job.returncode == 75, errors
+    assert "started again" not in errors
+    assert len(list((tmp_path / "kept").glob("step-*"))) == 1
 
 
 @pytest.mark.exhaustive
@@ -95,12 +141,12 @@ def test_a_run_that_cannot_continue_starts_again_on_the_spare_host(hosts: Hosts,
     options = ("--hosts", "a:2,b:2,c:2", "--spares", "1", "--restarts", "1")
     errors = end(hosts, start(hosts, tmp_path, *options, text=text, pause=0.3), tmp_path, link="b")
     assert "started again, restart 1 of 1\n" in errors
-    assert "rankless: host c takes the place of host b\n" in errors
+    assert "rankless: host c takes the place of host b; started again\n" in errors
     require_same(tmp_path, plain)
 
 
 @pytest.mark.exhaustive
-def test_a_script_that_heeds_no_request_trains_on_with_fewer(hosts: Hosts, tmp_path: Path, plain: dict):
+def test_a_script_that_heeds_no_request_has_fewer(hosts: Hosts, tmp_path: Path, plain: dict):
     text = TRAINING.replace(", autosave=True", "")
     job = start(hosts, tmp_path, "--hosts", "a:2,b:2,c:2", "--spares", "1", text=text, pause=0.5)
     errors = end(hosts, job, tmp_path, link="b")
@@ -139,3 +185,205 @@ def test_spares_that_no_run_can_have_are_refused(tmp_path: Path, options: tuple[
     done = rankless("run", *options, "train.py", folder=tmp_path)
     assert done.returncode == 2
     assert found in done.stderr
+
+
+class Attempts:
+    """Attempts whose hosts are lost as a test says. Each returns what ends it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hosts: str, *, spares: str = "", absent: str = "") -> None:
+        monkeypatch.setattr(spare_hosts, "PAUSE_SECONDS", 0.01)
+        monkeypatch.setattr(spare_hosts, "RETURN_SECONDS", 0.0 if "returns" in absent else 60.0)
+        given, waiting = (parse_hosts(names, workers_per_host=None) if names else () for names in (hosts, spares))
+        cluster = Cluster(hosts=given, host_index=0, spares=waiting, join_timeout_seconds=1.0)
+        config = make_run_config(
+            Program(kind="code", target="pass"), RunRequest(worker_count=1, devices="cpu", cluster=cluster)
+        )
+        self.absent, self.shown, self.used = set(absent.split(",")), [], []
+        self.hosts = spare_hosts.HostReplacements(
+            config, notify=self.shown.append, explain_absence=lambda host: "gone" if host.address in self.absent else ""
+        )
+
+    def run(self, *attempts) -> str:
+        """Return how the last of some attempts has ended. Each is a function of `lose` and `heed`, or an error."""
+        left = list(attempts)
+
+        def run_once(config, observe, on_started):
+            self.used.append(",".join(map(str, config.cluster.hosts)))
+            attempt = left.pop(0)
+            if isinstance(attempt, Exception):
+                raise attempt
+            with Interrupts() as interrupts:
+                on_started(interrupts)
+                outcome, steps = attempt(Events(interrupts, observe))
+            return Summary(outcome, steps)
+
+        try:
+            ended = self.hosts.run(run_once)
+        finally:
+            self.hosts.close()
+        assert not left
+        return ended.outcome
+
+
+class Summary(NamedTuple):
+    outcome: str
+    steps: int
+
+
+class Events:
+    """What happens in an attempt."""
+
+    def __init__(self, interrupts: Interrupts, observe) -> None:
+        self.interrupts, self.observe = interrupts, observe
+
+    def lose(self, *places: int) -> None:
+        for place in places:
+            self.observe(HostLost(rank=place, time_ns=0, host="", how="", host_index=place))
+
+    def heed(self) -> None:
+        self.observe(StopsHeeded(rank=0, time_ns=0))
+
+    def is_asked(self, seconds: float = 5.0) -> bool:
+        """Return whether the run asks its workers to stop."""
+        ready, _, _ = select.select([self.interrupts], [], [], seconds)
+        return bool(ready) and self.interrupts.read() == [REQUESTED]
+
+
+def lose_and_stop(*places: int):
+    def attempt(events: Events):
+        events.heed()
+        events.lose(*places)
+        assert events.is_asked()
+        return "preempted", 5
+
+    return attempt
+
+
+def train_on(*places: int, outcome: str = "succeeded", steps: int = 5):
+    """Return an attempt that is never asked to stop."""
+
+    def attempt(events: Events):
+        events.heed()
+        events.lose(*places)
+        assert not events.is_asked(0.3)
+        return outcome, steps
+
+    return attempt
+
+
+def succeed(_events: Events):
+    return "succeeded", 5
+
+
+def test_a_spare_host_is_preferred_and_the_lost_one_waits_in_its_stead(monkeypatch: pytest.MonkeyPatch):
+    attempts = Attempts(monkeypatch, "a,b,c", spares="d")
+    assert attempts.run(lose_and_stop(1), succeed) == "succeeded"
+    assert attempts.used == ["a,b,c", "a,d,c"]
+    assert attempts.shown == [
+        "host d can join: the run saves, and starts again",
+        "host d takes the place of host b; started again",
+    ]
+
+
+def test_a_lost_host_returns_later_than_a_spare_one(monkeypatch: pytest.MonkeyPatch):
+    assert Attempts(monkeypatch, "a,b").run(train_on(1)) == "succeeded"  # it may return after a while
+    monkeypatch.undo()
+    attempts = Attempts(monkeypatch, "a,b", absent="returns")
+    assert attempts.run(lose_and_stop(1), succeed) == "succeeded"
+    assert attempts.used == ["a,b", "a,b"]
+    assert attempts.shown[-1] == "host b is back; started again"
+
+
+def test_all_lost_hosts_must_be_replaced(monkeypatch: pytest.MonkeyPatch):
+    assert Attempts(monkeypatch, "a,b,c", spares="d").run(train_on(1, 2)) == "succeeded"
+    monkeypatch.undo()
+    attempts = Attempts(monkeypatch, "a,b,c", spares="d,e")
+    assert attempts.run(lose_and_stop(2, 1), succeed) == "succeeded"
+    assert attempts.used[-1] == "a,d,e"
+
+
+def test_a_spare_host_with_another_number_of_workers_is_left(monkeypatch: pytest.MonkeyPatch):
+    attempts = Attempts(monkeypatch, "a:1,b:2,c:1", spares="d:1,e:2")
+    assert attempts.run(lose_and_stop(1), lose_and_stop(2), succeed) == "succeeded"
+    assert attempts.used == ["a,b,c", "a,e,c", "a,e,d"]
+
+
+def test_a_spare_host_that_does_not_answer_is_named_and_left(monkeypatch: pytest.MonkeyPatch):
+    attempts = Attempts(monkeypatch, "a,b", spares="c,d", absent="c")
+    assert attempts.run(lose_and_stop(1), succeed) == "succeeded"
+    assert attempts.used[-1] == "a,d"
+    assert attempts.shown[0] == "the spare host c cannot be used: gone"
+
+
+def test_the_first_host_has_no_replacement(monkeypatch: pytest.MonkeyPatch):
+    assert Attempts(monkeypatch, "a,b", spares="c").run(train_on(0)) == "succeeded"
+
+
+def test_a_script_that_heeds_no_request_is_not_asked_and_why_is_shown_once(monkeypatch: pytest.MonkeyPatch):
+    def attempt(events: Events):
+        events.lose(1)
+        assert not events.is_asked(0.3)
+        return "succeeded", 5
+
+    attempts = Attempts(monkeypatch, "a,b", spares="c")
+    assert attempts.run(attempt) == "succeeded"
+    (shown,) = attempts.shown
+    assert shown.startswith("host c could join, if the script saved")
+
+
+def test_a_run_that_somebody_else_has_asked_to_stop_does_not_start_again(monkeypatch: pytest.MonkeyPatch):
+    def attempt(events: Events):
+        events.heed()
+        events.lose(1)
+        assert events.is_asked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert events.interrupts.read() == [signal.SIGTERM]
+        return "preempted", 5
+
+    attempts = Attempts(monkeypatch, "a,b", spares="c")
+    assert attempts.run(attempt) == "preempted"
+    assert attempts.used == ["a,b"]
+
+
+def test_a_run_that_ends_although_it_was_asked_to_stop_does_not_start_again(monkeypatch: pytest.MonkeyPatch):
+    def end_with(outcome: str):
+        return lambda events: (outcome, lose_and_stop(1)(events)[1])
+
+    for outcome in ("succeeded", "failed"):
+        assert Attempts(monkeypatch, "a,b", spares="c").run(end_with(outcome)) == outcome
+
+
+def test_a_start_without_the_new_host_is_repeated_but_not_for_ever(monkeypatch: pytest.MonkeyPatch):
+    gone = JoinError(expected="host c", found="nothing", fix="none")
+    attempts = Attempts(monkeypatch, "a,b", spares="c")
+    assert attempts.run(lose_and_stop(1), gone, gone, gone, succeed) == "succeeded"
+    with pytest.raises(JoinError):
+        Attempts(monkeypatch, "a,b", spares="c").run(lose_and_stop(1), gone, gone, gone, gone)
+    with pytest.raises(JoinError):
+        Attempts(monkeypatch, "a,b", spares="c").run(gone)
+
+
+def test_a_host_that_has_gone_when_the_run_starts_again_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    attempts = Attempts(monkeypatch, "a,b", spares="c,d")
+
+    def ask_and_lose(events: Events):
+        ended = lose_and_stop(1)(events)
+        attempts.absent.add("c")
+        return ended
+
+    assert attempts.run(ask_and_lose, JoinError(expected="c", found="nothing", fix="none"), succeed) == "succeeded"
+    assert attempts.used == ["a,b", "a,c", "a,d"]
+
+
+def test_a_host_that_is_lost_before_the_first_step_of_a_new_start_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    def lose_at_the_start(events: Events):
+        events.lose(1)
+        return "failed", 0
+
+    attempts = Attempts(monkeypatch, "a,b", spares="c,d")
+    assert attempts.run(lose_and_stop(1), lose_at_the_start, succeed) == "succeeded"
+    assert attempts.used == ["a,b", "a,c", "a,d"]
+    assert (
+        Attempts(monkeypatch, "a,b", spares="c,d").run(lose_at_the_start) == "failed"
+    )  # the first start has no other to go back to
+    assert Attempts(monkeypatch, "a,b", spares="c").run(lose_and_stop(1), train_on(outcome="failed")) == "failed"

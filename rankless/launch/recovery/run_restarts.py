@@ -7,38 +7,11 @@ if `rankless.checkpoints` has loaded its position.
 A run that has lost a host starts again when another one has taken its place (`spare_hosts`).
 """
 
-import importlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
 
 from rankless.config.run_config import RunConfig
-from rankless.records.events import AnyRecord
+from rankless.launch.recovery.spare_hosts import HostReplacements, RunOnce
 from rankless.records.run_json_format import RunFailure, RunSummary
-
-if TYPE_CHECKING:
-    from rankless.launch.recovery.spare_hosts import HostReplacements
-
-
-class RunOnce(Protocol):
-    """Runs the script once and returns the summary of the attempt.
-
-    There is none on hosts other than the first one, and where no worker has started.
-    """
-
-    def __call__(
-        self,
-        config: RunConfig,
-        observe: Callable[[AnyRecord], None] = ...,
-        on_started: Callable[[Callable[[], None]], None] = ...,
-    ) -> RunSummary | None:
-        """Run.
-
-        Args:
-            config: The attempt.
-            observe: Called with each record. Default: nobody is.
-            on_started: Gets a function that asks the workers to stop. Default: nobody asks.
-        """
-        ...
 
 
 def run_with_restarts(config: RunConfig, run: RunOnce, *, notify: Callable[[str], None]) -> None:
@@ -53,9 +26,7 @@ def run_with_restarts(config: RunConfig, run: RunOnce, *, notify: Callable[[str]
     if not config.replaces_hosts:
         repeat_failed(lambda: run(config), restarts=restarts, notify=notify)
         return
-    # Imported here: most runs have one host.
-    spare_hosts = importlib.import_module("rankless.launch.recovery.spare_hosts")
-    hosts: HostReplacements = spare_hosts.HostReplacements(config, notify=notify)
+    hosts = HostReplacements(config, notify=notify)
     try:
         repeat_failed(lambda: hosts.run(run), restarts=restarts, notify=notify, prepare=hosts.replace_lost)
     finally:

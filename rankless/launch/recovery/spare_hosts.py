@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import msgspec
 
@@ -15,8 +16,8 @@ from rankless.config.hosts_and_addresses import Host
 from rankless.config.make_run_config import make_run_config
 from rankless.config.run_config import Cluster, RunConfig
 from rankless.errors import JoinError
-from rankless.launch.recovery.run_restarts import RunOnce
 from rankless.launch.rendezvous.ssh import SshSession, make_command_in_this_folder
+from rankless.launch.signal_reader import Interrupts
 from rankless.records.events import AnyRecord, HostLost, StopsHeeded
 from rankless.records.run_json_format import RunSummary
 
@@ -25,8 +26,30 @@ RETURN_SECONDS = 20.0
 """How long after its loss a host may return, if it was lost once. After each further loss it is twice as long."""
 PAUSE_SECONDS = 2.0
 """Between two searches."""
-MOST_FAILED_JOINS = 3
+MOST_FAILED_STARTS = 3
 """How often a run is begun once more whose new host has gone meanwhile."""
+
+
+class RunOnce(Protocol):
+    """Runs the script once and returns the summary of the attempt.
+
+    There is none on hosts other than the first one, and where no worker has started.
+    """
+
+    def __call__(
+        self,
+        config: RunConfig,
+        observe: Callable[[AnyRecord], None] = ...,
+        on_started: Callable[[Interrupts], None] = ...,
+    ) -> RunSummary | None:
+        """Run.
+
+        Args:
+            config: The attempt.
+            observe: Called with each record. Default: nobody is.
+            on_started: Gets the signals of the attempt. Default: nobody asks the workers to stop.
+        """
+        ...
 
 
 class HostReplacements:
@@ -46,8 +69,8 @@ class HostReplacements:
         self._config, self._cluster, self._notify = config, config.cluster, notify
         self._explain_absence = explain_absence or (lambda host: explain_absence_by_ssh(self._cluster, host))
         self._changed = threading.Condition()
-        self._stop: Callable[[], None] | None = None
-        """Asks the workers of this attempt to stop."""
+        self._interrupts: Interrupts | None = None
+        """The signals of this attempt."""
         self._lost: set[int] = set()
         """The places of lost hosts."""
         self._found: dict[int, Host] = {}
@@ -58,34 +81,47 @@ class HostReplacements:
 
     def run(self, run: RunOnce) -> RunSummary | None:
         """Run until an attempt ends for another reason than that a host can join. Return the summary of the last."""
-        failed_joins, is_again = 0, False
+        failed, is_again = 0, False
         while True:
             try:
                 summary = run(self._make_config(), self._receive, self._begin)
             except JoinError as error:
-                failed_joins += 1
-                if not is_again or failed_joins > MOST_FAILED_JOINS:
+                failed += 1
+                if not is_again or failed > MOST_FAILED_STARTS:
                     raise
                 self._notify(f"the run could not start again on its new hosts, and tries once more{error}")
+                self._take_absent_for_lost()
+                self.replace_lost()
                 continue
-            with self._changed:
-                self._stop = None
-                # Somebody else may have asked the workers to stop.
-                is_again = self._has_asked and summary is not None and summary.outcome == "preempted"
-                if not is_again:
-                    return summary
-                self._changed.wait_for(self._is_complete, self._cluster.join_timeout_seconds)  # another one may be lost
-                changes = self._use_found()
-            self._notify(f"{changes}; the run starts again from its checkpoint")
+            has_trained = summary is not None and bool(summary.steps)
+            if is_again and not has_trained and self._lost and failed < MOST_FAILED_STARTS:
+                failed += 1
+                self._notify("a host was lost before the first step")
+            elif not self._is_asked_to_join(summary):
+                return summary
+            is_again = True
+            self.replace_lost()
+
+    def _is_asked_to_join(self, summary: RunSummary | None) -> bool:
+        """Return whether an attempt has ended because a host can join, and because of nothing else."""
+        with self._changed:
+            is_interrupted = self._interrupts is not None and self._interrupts.have_arrived
+            return self._has_asked and not is_interrupted and summary is not None and summary.outcome == "preempted"
 
     def replace_lost(self) -> None:
         """Before another attempt: wait for hosts in the places of lost ones, if there are any, as for hosts to join."""
         with self._changed:
+            self._interrupts = None
             self._changed.notify_all()
             self._changed.wait_for(self._is_complete, self._cluster.join_timeout_seconds)
             changes = self._use_found()
         if changes:
-            self._notify(changes)
+            self._notify(f"{changes}; started again")
+
+    def _take_absent_for_lost(self) -> None:
+        absent = {place for place, host in enumerate(self._cluster.hosts) if place and self._explain_absence(host)}
+        with self._changed:
+            self._lost |= absent
 
     def _make_config(self) -> RunConfig:
         if self._cluster is self._config.cluster:
@@ -93,10 +129,10 @@ class HostReplacements:
         request = msgspec.structs.replace(self._config.request, cluster=self._cluster, seed=self._config.seed)
         return make_run_config(self._config.program, request)
 
-    def _begin(self, stop: Callable[[], None]) -> None:
-        """Take note of an attempt that begins, and of how it can be asked to stop."""
+    def _begin(self, interrupts: Interrupts) -> None:
+        """Take note of an attempt that begins."""
         with self._changed:
-            self._stop, self._is_heeded, self._has_asked = stop, False, False
+            self._interrupts, self._is_heeded, self._has_asked = interrupts, False, False
 
     def _receive(self, record: AnyRecord) -> None:
         """Take note of lost hosts, and of a script that heeds requests to stop."""
@@ -140,7 +176,7 @@ class HostReplacements:
         for spare in self._cluster.spares:
             if reason := self._explain_absence(spare):
                 self._notify(f"the spare host {spare} cannot be used: {reason}")
-        has_told = False
+        has_explained = False
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_ended or self._lost)
@@ -154,15 +190,18 @@ class HostReplacements:
                         self._found[place] = found
                         self._changed.notify_all()
             with self._changed:
-                if self._lost and self._is_complete() and self._stop is not None and not self._has_asked:
+                interrupts = self._interrupts
+                may_ask = interrupts is not None and not interrupts.have_arrived and not self._has_asked
+                if interrupts is not None and may_ask and self._lost and self._is_complete():
+                    names = ", ".join(f"host {host}" for _, host in sorted(self._found.items()))
                     if self._is_heeded:
-                        self._has_asked, has_told = True, False
-                        self._stop()
-                    elif not has_told:
-                        has_told = True
-                        names = ", ".join(str(host) for _, host in sorted(self._found.items()))
+                        self._has_asked, has_explained = True, False
+                        self._notify(f"{names} can join: the run saves, and starts again")
+                        interrupts.request()
+                    elif not has_explained:
+                        has_explained = True
                         self._notify(
-                            f"host {names} could join, if the script saved when it is asked to stop: "
+                            f"{names} could join, if the script saved when it is asked to stop: "
                             "rankless.checkpoints(…, autosave=True) or rankless.stopping()"
                         )
                 self._changed.wait(PAUSE_SECONDS)
@@ -176,7 +215,7 @@ class HostReplacements:
 
     def _may_return(self, host: Host) -> bool:
         count, lost_at = self._losses.get(host.address, (0, 0.0))
-        has_failed = self._stop is None
+        has_failed = self._interrupts is None
         return not count or has_failed or time.monotonic() >= lost_at + RETURN_SECONDS * 2 ** (count - 1)
 
     def _find_host(self, candidates: Iterable[Host]) -> Host | None:

@@ -28,7 +28,7 @@ from rankless.config.environment import snapshot
 from rankless.config.run_config import RunConfig
 from rankless.launch.launcher_profile import LauncherProfile, SignalForwarding
 from rankless.launch.other_hosts_interface import Peers, StopMode
-from rankless.launch.signal_reader import Interrupts
+from rankless.launch.signal_reader import REQUESTED, Interrupts
 from rankless.launch.supervisor.fork_server_client import WorkerParent
 from rankless.launch.supervisor.verdict_types import (
     ATTRIBUTED_RECORDS,
@@ -426,7 +426,7 @@ class Supervisor:
 
     def _advance_phase(self, number: int | None, now: float) -> bool:
         """Enter the next phase at its deadline or on a signal. Returns False when there is no further phase."""
-        if self._phase is Phase.STOPPING and now < self._stopped_at + SAME_STOP_SECONDS:
+        if self._phase is not Phase.RUNNING and (number == REQUESTED or now < self._stopped_at + SAME_STOP_SECONDS):
             number = None
         if self._phase is Phase.RUNNING and number is not None:
             self._interrupted_by = number
@@ -436,8 +436,9 @@ class Supervisor:
             cause = None if self._verdict is None else self._verdict.cause
             origins: dict[str | None, Origin] = {"host": "lost", "interrupted": "outside"}
             self._stop_workers(signal.SIGTERM, now, origins.get(cause, "failure"))
-        elif self._phase is Phase.STOPPING and number is not None and self._interrupted_by in self._times.warnings:
-            # The cluster ends the job after its warning: now the grace begins.
+        elif self._phase is Phase.STOPPING and number and self._interrupted_by in (REQUESTED, *self._times.warnings):
+            # The cluster ends the job after its warning, or somebody ends a run that has asked itself to stop: now the
+            # grace begins.
             self._interrupted_by = number
             self._set_deadlines(now, self._times.grace_seconds, "outside")
         elif self._phase is Phase.STOPPING and number is None and now >= self._second_command_at:
@@ -520,7 +521,9 @@ class Supervisor:
         return RunOutcome(
             verdict=verdict,
             secondary_failures=tuple(failure for _, failure in sorted(self._secondary_failures.items())),
-            interrupted_by=None if is_complete else self._interrupted_by,
+            interrupted_by=None
+            if is_complete
+            else self._interrupted_by or (signal.SIGTERM if is_interrupted else None),
             is_preempted=is_preempted,
             cut=tuple(sorted(self._cut, key=lambda record: record.rank)),
             fork_server_exit_code=fork_server_exit_code,
