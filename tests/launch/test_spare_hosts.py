@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -387,3 +388,47 @@ def test_a_host_that_is_lost_before_the_first_step_of_a_new_start_is_replaced(mo
         Attempts(monkeypatch, "a,b", spares="c,d").run(lose_at_the_start) == "failed"
     )  # the first start has no other to go back to
     assert Attempts(monkeypatch, "a,b", spares="c").run(lose_and_stop(1), train_on(outcome="failed")) == "failed"
+
+
+DRIVER = """
+import os, sys, threading, time
+from rankless.config.make_run_config import make_run_config
+from rankless.config.run_config import Program, RunRequest
+from rankless.launch import agent
+
+def wait_and_request(interrupts):
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.02)
+    time.sleep(0.4)
+    interrupts.request()
+
+context = agent.AgentContext(on_started=lambda each: threading.Thread(target=wait_and_request, args=(each,)).start())
+config = make_run_config(Program(kind="script", target="slow.py"), RunRequest(worker_count=2, devices="cpu"))
+sys.exit(agent.run(config, on_record=lambda _: None, out=sys.stdout, err=sys.stderr, context=context))
+"""
+SLOW = """
+import os, time
+import rankless
+
+while not rankless.stopping():
+    open("asking", "w").close()
+    time.sleep(0.02)
+open("saving", "w").close()
+time.sleep(2.5)
+open("saved", "w").close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("requested_at", "terminated_at"), [("asking", "saving"), ("saving", "asking")])
+def test_a_request_and_a_signal_leave_workers_the_time_to_save(requested_at: str, terminated_at: str, tmp_path: Path):
+    (tmp_path / "driver.py").write_text(DRIVER)
+    (tmp_path / "slow.py").write_text(SLOW)
+    words = [sys.executable, "driver.py", requested_at]
+    job = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: (tmp_path / terminated_at).exists() or job.poll() is not None)
+    time.sleep(0.4)  # after the time in which a second signal belongs to the first
+    job.terminate()
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 75, errors
+    assert (tmp_path / "saved").exists()
