@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import sys
-from collections.abc import Callable
 
 from rankless.cli.extension_options import add_own_options, find_given_options
 from rankless.cli.host_options import LOG_FOLDER_HELP, add_host_options, keep_spares, make_cluster, read_workers
@@ -29,8 +28,6 @@ from rankless.config.mesh_option import MESH_HELP, parse_mesh
 from rankless.config.run_config import Cluster, RunConfig, RunRequest
 from rankless.errors import ConfigError
 from rankless.launch import agent
-from rankless.launch.signal_reader import Interrupts
-from rankless.records.events import AnyRecord
 from rankless.records.run_json_format import RunSummary
 from rankless.terminal.lazy_progress_display import ProgressObserver
 
@@ -172,26 +169,19 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with destination.reserve_standard_output(), ProgressObserver() as progress:
 
-            def run_once(
-                config: RunConfig,
-                observe: Callable[[AnyRecord], None] = lambda _record: None,
-                on_started: Callable[[Interrupts], None] = lambda _interrupts: None,
-            ) -> RunSummary | None:
-                def on_record(record: AnyRecord) -> None:
-                    progress.receive(record)
-                    observe(record)
-
+            def run_once(config: RunConfig, observer: agent.AttemptObserver | None) -> RunSummary | None:
                 summaries.clear()
+                context = agent.AgentContext(
+                    cursor=progress.cursor, observer=observer or agent.NoObserver(), on_summary=summaries.append
+                )
                 codes.append(
                     agent.run(
                         config,
-                        on_record=on_record,
+                        on_record=progress.receive,
                         out=sys.stdout,
                         err=sys.stderr,
                         hide_progress=progress.hidden,
-                        context=agent.AgentContext(
-                            cursor=progress.cursor, on_started=on_started, on_summary=summaries.append
-                        ),
+                        context=context,
                     )
                 )
                 return next(iter(summaries), None)
@@ -205,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
                 restarts = importlib.import_module("rankless.launch.recovery.run_restarts")
                 restarts.run_with_restarts(config, run_once, notify=notify)
             else:
-                run_once(config)
+                run_once(config, None)
             return codes[-1]
     finally:
         for summary in summaries:

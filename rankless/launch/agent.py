@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from rankless.config.run_config import RunConfig
 from rankless.launch.launcher_profile import load_profile, make_run_folder
@@ -47,6 +47,36 @@ if TYPE_CHECKING:
     from rankless.launch.recovery.survivors import SurvivorRelay, SurvivorRounds
 
 
+class AttemptObserver(Protocol):
+    """Observes a run for what may start it again, one attempt after another."""
+
+    def begin(self, interrupts: Interrupts) -> None:
+        """Take note of an attempt whose hosts are all there, and of its signals."""
+        ...
+
+    def receive(self, record: AnyRecord) -> None:
+        """Take a record of a worker or of an agent."""
+        ...
+
+    def take_notices(self) -> Sequence[str]:
+        """Return lines for the user. Called several times a second."""
+        ...
+
+
+class NoObserver:
+    """Observes nothing."""
+
+    def begin(self, interrupts: Interrupts) -> None:
+        """See `AttemptObserver`."""
+
+    def receive(self, record: AnyRecord) -> None:
+        """See `AttemptObserver`."""
+
+    def take_notices(self) -> Sequence[str]:
+        """See `AttemptObserver`."""
+        return ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentContext:
     """What the process that starts an agent gives it."""
@@ -59,8 +89,7 @@ class AgentContext:
     """A pool of fork servers for consecutive runs; None for a single run."""
     cursor: CursorTracker = field(default_factory=CursorTracker)
     """Follows the script's output, if the agent's own lines go to the same terminal."""
-    on_started: Callable[[Interrupts], None] = lambda _interrupts: None
-    """Called with the signals of a run whose hosts are all there."""
+    observer: AttemptObserver = field(default_factory=NoObserver)
     on_summary: Callable[[RunSummary], None] = lambda _summary: None
     """Called on host 0 with the summary of a run that has ended. Runs of other launchers have none."""
 
@@ -109,8 +138,8 @@ def run(
         try:
             with set_up_job(config, profile, interrupts=interrupts, notify=streams.notify, token=context.token) as job:
                 context.on_joined()
-                context.on_started(interrupts)
-                run = HostRun(config, job, interrupts=interrupts, streams=streams)
+                context.observer.begin(interrupts)
+                run = HostRun(config, job, interrupts=interrupts, streams=streams, observer=context.observer)
                 return _run_on_host(run, on_record, streams, context)
         except RendezvousInterrupted as interrupted:
             streams.notify(f"ended by {name_signal(interrupted.number)}")
@@ -171,12 +200,17 @@ def _make_survivors(job: ReadyJob) -> "SurvivorRounds | SurvivorRelay | None":
 class HostRun:
     """This host's part of a run whose hosts are all there."""
 
-    def __init__(self, config: RunConfig, job: ReadyJob, *, interrupts: Interrupts, streams: TerminalStreams) -> None:
-        self._config = config
-        self._profile = job.profile
-        self._job = job
-        self._interrupts = interrupts
-        self._streams = streams
+    def __init__(
+        self,
+        config: RunConfig,
+        job: ReadyJob,
+        *,
+        interrupts: Interrupts,
+        streams: TerminalStreams,
+        observer: AttemptObserver,
+    ) -> None:
+        self._config, self._job, self._profile = config, job, job.profile
+        self._interrupts, self._streams, self._observer = interrupts, streams, observer
         self._folder = folder = make_run_folder(config, job.profile, job.start, job.host_index)
         self._pages = pages = open_status_pages(config.worker_count)
         self._terminal_ends = duplicate_terminal(config, job.start)
@@ -374,6 +408,7 @@ class HostRun:
         self._watchdog.receive(record)
         if self.report.summary_file is not None:
             self.report.summary_file.receive(record)
+        self._observer.receive(record)
         self._on_record(record)
 
     def tick(self) -> list[AnyRecord]:
@@ -398,7 +433,7 @@ class HostRun:
     def _show_notices(self) -> None:
         for text in self._due_notices:
             self._streams.notify(text)
-        self._due_notices, self._new_notices = self._new_notices, []
+        self._due_notices, self._new_notices = self._new_notices, [*self._observer.take_notices()]
 
     def _withhold(self, record: AnyRecord) -> None:
         if isinstance(record, Raised) and record.output_start is not None:

@@ -179,3 +179,28 @@ def test_a_recurrent_layer_computes_in_the_precision_of_a_plain_run(name):
         found = ConsistentView(job.definition, world).run(flatten_arguments((x,), {}, x.device)).result
     assert found.dtype == plain.dtype
     assert torch.equal(found, plain)
+
+
+WITH_DROPOUT = {
+    "LSTM": lambda: nn.LSTM(3, 4, num_layers=3, dropout=0.5, bidirectional=True),
+    "LSTM with projections": lambda: nn.LSTM(3, 4, num_layers=2, dropout=0.5, proj_size=2),
+    "GRU": lambda: nn.GRU(3, 4, num_layers=2, dropout=0.5, batch_first=True),
+    "RNN": lambda: nn.RNN(3, 4, num_layers=3, dropout=0.5, nonlinearity="relu", bidirectional=True, bias=False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_autocast_leaves_the_dropout_between_recurrent_layers(name, dtype):
+    """PyTorch's formula for a traced layer has no dropout, and under autocast some layers are traced."""
+    torch.manual_seed(0)
+    layer, x = WITH_DROPOUT[name]().to(dtype), torch.randn(5, 4, 3, dtype=dtype)
+    world = World(mesh=Mesh.solo(), notify=lambda _: None, send_record=lambda _: None)
+    job = make_job(lambda x: layer(x)[0], model=layer, optimizer=None, view="consistent", world=lambda: world)
+    with autocast():
+        torch.manual_seed(1)
+        plain = layer(x)[0].detach()
+        torch.manual_seed(1)
+        found = ConsistentView(job.definition, world).run(flatten_arguments((x,), {}, x.device)).result
+    assert not torch.equal(plain, layer.eval()(x)[0])
+    torch.testing.assert_close(found, plain)

@@ -84,12 +84,12 @@ def test_a_worker_is_replaced_and_the_summary_says_so(tmp_path: Path, plain, wor
 
 
 MESHES = {
-    "data=2,tensor=2": ("", 0),
-    "data=2,pipeline=2": ("", 0),
-    "tensor=2,pipeline=2": ("", 1),
-    "data=2,sequence=2": ("", 0),
-    "tensor=4": ("", 1),
-    "data=2,expert=2": ("gradients", 1),
+    "data=2,tensor=2": ("transformer", "", 0),
+    "data=2,pipeline=2": ("transformer", "", 0),
+    "tensor=2,pipeline=2": ("transformer", "", 1),
+    "data=2,sequence=2": ("transformer", "", 0),
+    "tensor=4": ("transformer", "", 1),
+    "data=2,expert=2": ("experts", "gradients", 1),
 }
 
 
@@ -98,10 +98,10 @@ MESHES = {
 @pytest.mark.parametrize("worker", [0, 1, 3])
 @pytest.mark.parametrize("delay", [0, 4])
 def test_workers_of_a_mesh_are_replaced_and_the_mesh_stays(tmp_path: Path, mesh: str, worker: int, delay: int):
-    level, copies = MESHES[mesh]
+    form, level, copies = MESHES[mesh]
     (tmp_path / "alone").mkdir()
-    expected = run_alone(tmp_path / "alone", "AdamW", "")
-    done = run_killed_on_mesh(tmp_path, "AdamW", level, mesh, f"{worker}:7:{delay}", copies=copies, replaces=True)
+    expected = run_alone(tmp_path / "alone", form, "")
+    done = run_killed_on_mesh(tmp_path, form, level, mesh, f"{worker}:7:{delay}", copies=copies, replaces=True)
     assert done.returncode == 0, done.stderr
     assert f"worker {worker} is replaced by a copy of worker " in done.stderr
     assert "the mesh is" not in done.stderr

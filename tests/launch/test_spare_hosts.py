@@ -208,14 +208,15 @@ class Attempts:
         """Return how the last of some attempts has ended. Each is a function of `lose` and `heed`, or an error."""
         left = list(attempts)
 
-        def run_once(config, observe, on_started):
+        def run_once(config, observer):
             self.used.append(",".join(map(str, config.cluster.hosts)))
             attempt = left.pop(0)
             if isinstance(attempt, Exception):
                 raise attempt
             with Interrupts() as interrupts:
-                on_started(interrupts)
-                outcome, steps = attempt(Events(interrupts, observe))
+                observer.begin(interrupts)
+                outcome, steps = attempt(Events(interrupts, observer.receive))
+            self.shown += observer.take_notices()
             return Summary(outcome, steps)
 
         try:
@@ -402,7 +403,11 @@ def wait_and_request(interrupts):
     time.sleep(0.4)
     interrupts.request()
 
-context = agent.AgentContext(on_started=lambda each: threading.Thread(target=wait_and_request, args=(each,)).start())
+class Observer(agent.NoObserver):
+    def begin(self, interrupts):
+        threading.Thread(target=wait_and_request, args=(interrupts,)).start()
+
+context = agent.AgentContext(observer=Observer())
 config = make_run_config(Program(kind="script", target="slow.py"), RunRequest(worker_count=2, devices="cpu"))
 sys.exit(agent.run(config, on_record=lambda _: None, out=sys.stdout, err=sys.stderr, context=context))
 """

@@ -305,29 +305,39 @@ def capture_recurrent(
 ) -> tuple[Tensor, ...]:
     """Replace `torch.lstm` and similar functions during capture; dropout between layers follows PyTorch.
 
-    The signature is PyTorch's. Raises `CaptureError` where cuDNN would draw the dropout on one device.
+    PyTorch's own formula, which a trace would take, leaves out the dropout (`torch._decomp`, `_rnn_helper`). The
+    signature is PyTorch's. Raises `CaptureError` where cuDNN would draw the dropout on one device.
     """
     states = list(state) if isinstance(state, tuple | list) else [state]
-    if torch.is_autocast_enabled(x.device.type):
+    is_decomposed = is_decomposed_by_autocast(kind, x, state)
+    if torch.is_autocast_enabled(x.device.type) and not is_decomposed:
         dtype = torch.get_autocast_dtype(x.device.type)
         x = cast_for_autocast(x, dtype)
         states, weights = ([cast_for_autocast(item, dtype) for item in items] for items in (states, weights))
+
+    def run(sequence: Tensor, states: list[Tensor], weights: list[Tensor], layers: int) -> Sequence[Tensor]:
+        if is_decomposed:
+            function, state = RECURRENT_FUNCTIONS[kind], tuple(states) if kind == "lstm" else states[0]
+            return function(sequence, state, weights, has_biases, layers, 0.0, train, bidirectional, False)
+        results: list[Tensor] = recurrent(
+            kind, sequence, states, weights, [int(has_biases), layers, int(bidirectional)]
+        )
+        return results
+
     sequence = x.transpose(0, 1) if batch_first else x
-    layout = [int(has_biases), layers, int(bidirectional)]
     if not (train and dropout and layers > 1):
-        sequence, *finals = recurrent(kind, sequence, states, list(weights), layout)
+        sequence, *finals = run(sequence, states, list(weights), layers)
     else:
         require_dropout_of_generator(kind, x, dropout)
         directions = 2 if bidirectional else 1
         per_layer = len(weights) // layers
         finished: list[list[Tensor]] = []
         for layer in range(layers):
-            sequence, *last = recurrent(
-                kind,
+            sequence, *last = run(
                 sequence,
                 [layers_state[layer * directions : (layer + 1) * directions] for layers_state in states],
                 list(weights[layer * per_layer : (layer + 1) * per_layer]),
-                [int(has_biases), 1, int(bidirectional)],
+                1,
             )
             finished.append(last)
             if layer < layers - 1:

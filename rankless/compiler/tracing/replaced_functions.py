@@ -30,7 +30,6 @@ from rankless.compiler.ir.custom_ops import (
     capture_attention_linear,
     capture_linear,
     capture_recurrent,
-    is_decomposed_by_autocast,
 )
 from rankless.compiler.ir.embedding_functions import embed, embed_bags
 from rankless.compiler.ir.memory_order import find_memory_order
@@ -256,8 +255,7 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         return COMPOSITE[function]
     kind = getattr(function, "__name__", "")
     # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
-    is_layer = RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool)
-    if is_layer and not is_decomposed_by_autocast(kind, args[0], args[1]):
+    if RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool):
         return lambda *given: capture_recurrent(kind, *given)
     return None
 

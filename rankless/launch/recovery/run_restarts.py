@@ -24,7 +24,7 @@ def run_with_restarts(config: RunConfig, run: RunOnce, *, notify: Callable[[str]
     """
     restarts = config.request.restarts
     if not config.replaces_hosts:
-        repeat_failed(lambda: run(config), restarts=restarts, notify=notify)
+        repeat_failed(lambda: run(config, None), restarts=restarts, notify=notify)
         return
     hosts = HostReplacements(config, notify=notify)
     try:

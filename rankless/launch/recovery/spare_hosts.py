@@ -4,11 +4,11 @@ A worker on another host has nothing of what the script has in its variables. So
 before a preemption, and starts again on the new hosts (decision 0078). Meanwhile the workers that are left train on.
 """
 
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -30,26 +30,9 @@ MOST_FAILED_STARTS = 3
 """How often a run is begun once more whose new host has gone meanwhile."""
 
 
-class RunOnce(Protocol):
-    """Runs the script once and returns the summary of the attempt.
-
-    There is none on hosts other than the first one, and where no worker has started.
-    """
-
-    def __call__(
-        self,
-        config: RunConfig,
-        observe: Callable[[AnyRecord], None] = ...,
-        on_started: Callable[[Interrupts], None] = ...,
-    ) -> RunSummary | None:
-        """Run.
-
-        Args:
-            config: The attempt.
-            observe: Called with each record. Default: nobody is.
-            on_started: Gets the signals of the attempt. Default: nobody asks the workers to stop.
-        """
-        ...
+RunOnce = Callable[[RunConfig, "HostReplacements | None"], RunSummary | None]
+"""Runs the script once, observed by the second argument if it is given, and returns the summary of the attempt. There
+is none where no worker has started."""
 
 
 class HostReplacements:
@@ -62,12 +45,13 @@ class HostReplacements:
 
         Args:
             config: The run, on several hosts.
-            notify: Shows a line to the user. Called from another thread.
+            notify: Shows a line to the user, between two attempts.
             explain_absence: Returns why no agent can be started on a host; "" if one can. Default: ssh tells.
         """
         assert config.cluster is not None
         self._config, self._cluster, self._notify = config, config.cluster, notify
         self._explain_absence = explain_absence or (lambda host: explain_absence_by_ssh(self._cluster, host))
+        self._notices: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._interrupts: Interrupts | None = None
         """The signals of this attempt."""
@@ -84,7 +68,7 @@ class HostReplacements:
         failed, is_again = 0, False
         while True:
             try:
-                summary = run(self._make_config(), self._receive, self._begin)
+                summary = run(self._make_config(), self)
             except JoinError as error:
                 failed += 1
                 if not is_again or failed > MOST_FAILED_STARTS:
@@ -93,20 +77,23 @@ class HostReplacements:
                 self._take_absent_for_lost()
                 self.replace_lost()
                 continue
-            has_trained = summary is not None and bool(summary.steps)
-            if is_again and not has_trained and self._lost and failed < MOST_FAILED_STARTS:
+            if summary is None or self._is_interrupted:
+                return summary
+            failed = 0 if summary.steps else failed
+            if is_again and summary.outcome == "failed" and not summary.steps and self._lost:
                 failed += 1
+                if failed > MOST_FAILED_STARTS:
+                    return summary
                 self._notify("a host was lost before the first step")
-            elif not self._is_asked_to_join(summary):
+            elif not self._has_asked or summary.outcome != "preempted":
                 return summary
             is_again = True
             self.replace_lost()
 
-    def _is_asked_to_join(self, summary: RunSummary | None) -> bool:
-        """Return whether an attempt has ended because a host can join, and because of nothing else."""
-        with self._changed:
-            is_interrupted = self._interrupts is not None and self._interrupts.have_arrived
-            return self._has_asked and not is_interrupted and summary is not None and summary.outcome == "preempted"
+    @property
+    def _is_interrupted(self) -> bool:
+        """Whether somebody else has asked this attempt to stop."""
+        return self._interrupts is not None and self._interrupts.have_arrived
 
     def replace_lost(self) -> None:
         """Before another attempt: wait for hosts in the places of lost ones, if there are any, as for hosts to join."""
@@ -129,12 +116,12 @@ class HostReplacements:
         request = msgspec.structs.replace(self._config.request, cluster=self._cluster, seed=self._config.seed)
         return make_run_config(self._config.program, request)
 
-    def _begin(self, interrupts: Interrupts) -> None:
-        """Take note of an attempt that begins."""
+    def begin(self, interrupts: Interrupts) -> None:
+        """See `launch.agent.AttemptObserver`."""
         with self._changed:
             self._interrupts, self._is_heeded, self._has_asked = interrupts, False, False
 
-    def _receive(self, record: AnyRecord) -> None:
+    def receive(self, record: AnyRecord) -> None:
         """Take note of lost hosts, and of a script that heeds requests to stop."""
         with self._changed:
             if isinstance(record, HostLost) and record.host_index:
@@ -147,6 +134,10 @@ class HostReplacements:
             else:
                 return
             self._changed.notify_all()
+
+    def take_notices(self) -> Sequence[str]:
+        """See `launch.agent.AttemptObserver`."""
+        return [self._notices.get() for _ in range(self._notices.qsize())]
 
     def _use_found(self) -> str:
         """Have the next attempt use the hosts that were found, and return what changes."""
@@ -175,7 +166,7 @@ class HostReplacements:
         """Find a host for each place of a lost one, then ask the workers to stop. Runs in a thread."""
         for spare in self._cluster.spares:
             if reason := self._explain_absence(spare):
-                self._notify(f"the spare host {spare} cannot be used: {reason}")
+                self._notices.put(f"the spare host {spare} cannot be used: {reason}")
         has_explained = False
         while True:
             with self._changed:
@@ -190,17 +181,16 @@ class HostReplacements:
                         self._found[place] = found
                         self._changed.notify_all()
             with self._changed:
-                interrupts = self._interrupts
-                may_ask = interrupts is not None and not interrupts.have_arrived and not self._has_asked
-                if interrupts is not None and may_ask and self._lost and self._is_complete():
+                interrupts, is_stopping = self._interrupts, self._has_asked or self._is_interrupted
+                if interrupts is not None and not is_stopping and self._lost and self._is_complete():
                     names = ", ".join(f"host {host}" for _, host in sorted(self._found.items()))
                     if self._is_heeded:
                         self._has_asked, has_explained = True, False
-                        self._notify(f"{names} can join: the run saves, and starts again")
+                        self._notices.put(f"{names} can join: the run saves, and starts again")
                         interrupts.request()
                     elif not has_explained:
                         has_explained = True
-                        self._notify(
+                        self._notices.put(
                             f"{names} could join, if the script saved when it is asked to stop: "
                             "rankless.checkpoints(…, autosave=True) or rankless.stopping()"
                         )
