@@ -35,6 +35,7 @@ from rankless.config import environment
 from rankless.config.process_configs import WorkerConfig, WorkerLaunch
 from rankless.runtime.linux_process_control import set_parent_death_signal
 from rankless.runtime.redirect_output import send_output_to
+from rankless.terminal import process_title
 
 NEEDLESS = ("_MainThread", "TMonitor")
 """The kinds of threads that every process has, or need not have: tqdm updates bars with its own."""
@@ -95,14 +96,15 @@ def _list_threads_and_children() -> Iterator[str]:
         is_own = thread.name.startswith("rankless") and thread.name != SAVING
         if not is_own and type(thread).__name__ not in NEEDLESS:
             yield f"its script has the thread {thread.name}"
-    # Libraries without a name for their threads, such as OpenBLAS, start them again. Others wait for them.
+    # Libraries without a name for their threads, such as OpenBLAS, start them again. Others wait for them. A copy of
+    # another worker may have threads with the title of that one.
     harmless = {_read_name(os.getpid()), HARMLESS, *(thread.name[:15] for thread in threading.enumerate())}
     for path in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # the thread has ended
             for child in (path / "children").read_text().split():
                 yield f"its script has a child process ({child})"
             name = _read_name(path.name)
-            if name not in harmless and not sys.executable.endswith(name):
+            if name not in harmless and not sys.executable.endswith(name) and not process_title.is_of_worker(name):
                 yield f"a library that it uses has the thread {name}"
 
 

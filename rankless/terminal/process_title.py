@@ -8,6 +8,7 @@ The short title, which the kernel keeps and `top` shows, has no space: Slurm fin
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -87,6 +88,11 @@ def show_worker(program_name: str, rank: int, world_size: int, *, is_elastic: bo
     # `top` shows 15 characters.
     _set(f"{program_name} {part}", short=f"{short}{rank} {program_name}")
     os.register_at_fork(after_in_child=_show_child)
+
+
+def is_of_worker(short: str) -> bool:
+    """Return whether a short title is that of a worker. Threads have that of the process when they were started."""
+    return re.match(r"(rank|worker)\d+-", short) is not None
 
 
 def show_round(rank: int, world_size: int) -> None:

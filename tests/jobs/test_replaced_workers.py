@@ -83,6 +83,14 @@ def test_a_worker_is_replaced_and_the_summary_says_so(tmp_path: Path, plain, wor
     require_same_training(tmp_path, plain("norm and dropout"), left=3)
 
 
+def test_a_copy_is_copied_itself(tmp_path: Path, plain):
+    done = run_killed(tmp_path, "norm and dropout", "2:4:0,1:12:0", "-n", "3", replaces=True)
+    assert done.returncode == 0, done.stderr
+    assert "worker 2 is replaced by a copy of worker 1 " in done.stderr
+    assert "worker 1 is replaced by a copy of worker 2 " in done.stderr
+    require_same_training(tmp_path, plain("norm and dropout"), left=3)
+
+
 MESHES = {
     "data=2,tensor=2": ("transformer", "", 0),
     "data=2,pipeline=2": ("transformer", "", 0),

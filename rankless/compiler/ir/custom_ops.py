@@ -282,9 +282,9 @@ def is_decomposed_by_autocast(kind: str, x: Tensor, state: Tensor | Sequence[Ten
     """Return whether PyTorch computes a recurrent layer operator by operator under autocast, each with its own cast.
 
     On the CPU oneDNN has one operator for LSTM without projections, and on a GPU cuDNN for all layers: their arguments
-    are cast.
+    are cast. In float64 nothing is.
     """
-    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
+    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or x.dtype is torch.float64:
         return False
     if kind != "lstm" or not torch.backends.mkldnn.enabled or x.dtype is not torch.float32 or not x.numel():
         return True
