@@ -517,11 +517,30 @@ class ShardedStateOwner(StateOwner):
         # One operation, and on all workers: what inner owners share may differ between workers along outer axes.
         if any(known[1:]) or any(item.is_owned for item in known[0]) or self._is_gathering:
             self._run(lambda: self._end_step(optimizer, known), is_in_step=True)
-        # States that were whole after a loss.
-        if self._run is not run_directly and self._values.find_open(list_state_partitions(optimizer, known[0])):
-            self._run(self._values.drop_unused, is_in_step=True)
+        if self._run is not run_directly:
+            self._drop_whole_states(optimizer, levels, known)
         for level in levels:
             level._is_gathering = False
+
+    def _drop_whole_states(
+        self,
+        optimizer: Optimizer,
+        levels: Sequence["ShardedStateOwner"],
+        known: Sequence[Sequence[DividedParameter]],
+    ) -> None:
+        """Forget states that were whole after a loss, and are older than their shards now. Collective if there are any.
+
+        Each level has some: what outer axes leave whole, an inner one may divide.
+        """
+        pairs = zip(levels, reversed(known), strict=True)
+        found = [level._values.find_open(list_state_partitions(optimizer, members)) for level, members in pairs]
+
+        def drop() -> None:
+            for level in levels:
+                level._values.drop_unused()
+
+        if any(found):
+            self._run(drop, is_in_step=True)
 
     def _begin_step(self, optimizer: Optimizer, contexts: ExitStack) -> list[DividedParameter]:
         """Give an optimizer shards in place of the divided parameters, which are returned, until contexts end."""
