@@ -49,6 +49,7 @@ LONG = (
     "tests/jobs/test_lost_workers_of_meshes.py",
     "tests/jobs/test_mesh_matrix.py",
     "tests/jobs/test_pipeline_matrix.py",
+    "tests/jobs/test_replaced_workers.py",
     "tests/jobs/test_sparse_runs.py",
     "tests/jobs/test_table_runs.py",
     "tests/logical/test_plain_scripts.py",
