@@ -282,9 +282,9 @@ def is_decomposed_by_autocast(kind: str, x: Tensor, state: Tensor | Sequence[Ten
     """Return whether PyTorch computes a recurrent layer operator by operator under autocast, each with its own cast.
 
     On the CPU oneDNN has one operator for LSTM without projections, and on a GPU cuDNN for all layers: their arguments
-    are cast. In float64 nothing is.
+    are cast.
     """
-    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu") or x.dtype is torch.float64:
+    if x.device.type != "cpu" or not torch.is_autocast_enabled("cpu"):
         return False
     if kind != "lstm" or not torch.backends.mkldnn.enabled or x.dtype is not torch.float32 or not x.numel():
         return True
@@ -305,39 +305,29 @@ def capture_recurrent(
 ) -> tuple[Tensor, ...]:
     """Replace `torch.lstm` and similar functions during capture; dropout between layers follows PyTorch.
 
-    PyTorch's own formula, which a trace would take, leaves out the dropout (`torch._decomp`, `_rnn_helper`). The
-    signature is PyTorch's. Raises `CaptureError` where cuDNN would draw the dropout on one device.
+    The signature is PyTorch's. Raises `CaptureError` where cuDNN would draw the dropout on one device.
     """
     states = list(state) if isinstance(state, tuple | list) else [state]
-    is_decomposed = is_decomposed_by_autocast(kind, x, state)
-    if torch.is_autocast_enabled(x.device.type) and not is_decomposed:
+    if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x = cast_for_autocast(x, dtype)
         states, weights = ([cast_for_autocast(item, dtype) for item in items] for items in (states, weights))
-
-    def run(sequence: Tensor, states: list[Tensor], weights: list[Tensor], layers: int) -> Sequence[Tensor]:
-        if is_decomposed:
-            function, state = RECURRENT_FUNCTIONS[kind], tuple(states) if kind == "lstm" else states[0]
-            return function(sequence, state, weights, has_biases, layers, 0.0, train, bidirectional, False)
-        results: list[Tensor] = recurrent(
-            kind, sequence, states, weights, [int(has_biases), layers, int(bidirectional)]
-        )
-        return results
-
     sequence = x.transpose(0, 1) if batch_first else x
+    layout = [int(has_biases), layers, int(bidirectional)]
     if not (train and dropout and layers > 1):
-        sequence, *finals = run(sequence, states, list(weights), layers)
+        sequence, *finals = recurrent(kind, sequence, states, list(weights), layout)
     else:
         require_dropout_of_generator(kind, x, dropout)
         directions = 2 if bidirectional else 1
         per_layer = len(weights) // layers
         finished: list[list[Tensor]] = []
         for layer in range(layers):
-            sequence, *last = run(
+            sequence, *last = recurrent(
+                kind,
                 sequence,
                 [layers_state[layer * directions : (layer + 1) * directions] for layers_state in states],
                 list(weights[layer * per_layer : (layer + 1) * per_layer]),
-                1,
+                [int(has_biases), 1, int(bidirectional)],
             )
             finished.append(last)
             if layer < layers - 1:

@@ -11,8 +11,9 @@ operators that do.
 """
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from rankless.compiler.ir.custom_ops import (
     capture_attention_linear,
     capture_linear,
     capture_recurrent,
+    is_decomposed_by_autocast,
 )
 from rankless.compiler.ir.embedding_functions import embed, embed_bags
 from rankless.compiler.ir.memory_order import find_memory_order
@@ -255,9 +257,35 @@ def find_replacement(function: Callable[..., Any], args: tuple[Any, ...]) -> Cal
         return COMPOSITE[function]
     kind = getattr(function, "__name__", "")
     # A packed sequence calls the same functions with other arguments. Leave those calls to PyTorch.
-    if RECURRENT_FUNCTIONS.get(kind) is function and len(args) == 9 and isinstance(args[3], bool):
+    if RECURRENT_FUNCTIONS.get(kind) is not function or len(args) != 9 or not isinstance(args[3], bool):
+        return None
+    x, state, _, _, layers, dropout, trains = args[:7]
+    if x.dtype is torch.float64 or not is_decomposed_by_autocast(kind, x, state):  # it casts nothing in float64
         return lambda *given: capture_recurrent(kind, *given)
-    return None
+    return functools.partial(run_layers, kind) if trains and dropout and layers > 1 else None
+
+
+def run_layers(kind: str, x: Tensor, state: Any, weights: Sequence[Tensor], *settings: Any) -> tuple[Tensor, ...]:
+    """Run recurrent layers one by one, each operator by operator, with dropout between them.
+
+    PyTorch's own formula, which a trace would take, leaves out the dropout (`torch._decomp`, `_rnn_helper`). The
+    arguments are those of `torch.lstm` and similar functions.
+    """
+    has_biases, layers, dropout, trains, bidirectional, batch_first = settings
+    sequence, final = x.transpose(0, 1) if batch_first else x, list[Sequence[Tensor]]()
+    states = state if kind == "lstm" else [state]
+    parts = zip(*(each.chunk(layers) for each in states), strict=True)
+    for own in parts:
+        if final:
+            sequence = F.dropout(sequence, dropout, training=True)
+        first = len(final) * len(weights) // layers
+        own_weights = weights[first : first + len(weights) // layers]
+        first_state = own if kind == "lstm" else own[0]
+        sequence, *last = RECURRENT_FUNCTIONS[kind](
+            sequence, first_state, own_weights, has_biases, 1, 0.0, trains, bidirectional, False
+        )
+        final.append(last)
+    return (sequence.transpose(0, 1) if batch_first else sequence, *map(torch.cat, zip(*final, strict=True)))
 
 
 def read_numbers_of_rows(tensor: Tensor) -> Tensor:
