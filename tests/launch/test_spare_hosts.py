@@ -437,3 +437,11 @@ def test_a_request_and_a_signal_leave_workers_the_time_to_save(requested_at: str
     _, errors = job.communicate(timeout=60)
     assert job.returncode == 75, errors
     assert (tmp_path / "saved").exists()
+
+
+def test_a_wait_for_a_host_says_for_which_and_how_long(monkeypatch: pytest.MonkeyPatch):
+    attempts = Attempts(monkeypatch, "a,b", spares="c", absent="b,c")
+    attempts.hosts.receive(HostLost(rank=1, time_ns=0, host="", how="", host_index=1))
+    attempts.hosts.replace_lost()
+    attempts.hosts.close()
+    assert attempts.shown == ["waits for a host in the place of host b, at most 1 s (--join-timeout)"]

@@ -97,10 +97,14 @@ class HostReplacements:
 
     def replace_lost(self) -> None:
         """Before another attempt: wait for hosts in the places of lost ones, if there are any, as for hosts to join."""
+        seconds = self._cluster.join_timeout_seconds
         with self._changed:
             self._interrupts = None
             self._changed.notify_all()
-            self._changed.wait_for(self._is_complete, self._cluster.join_timeout_seconds)
+            if not self._is_complete():
+                places = ", ".join(f"host {self._cluster.hosts[place]}" for place in sorted(self._lost))
+                self._notify(f"waits for a host in the place of {places}, at most {seconds:g} s (--join-timeout)")
+            self._changed.wait_for(self._is_complete, seconds)
             changes = self._use_found()
         if changes:
             self._notify(f"{changes}; started again")
